@@ -1,0 +1,168 @@
+"""The stage table: what each stage reads, and the fingerprints that follow. Imports no torch.
+
+A fingerprint hashes the *result* fields of the sections a stage declares, the fingerprints of its inputs, the target's
+identity where the stage touches the target, and the format version. So equal configuration finds the existing artifact
+(also of another experiment), and a changed one gets a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifact import FORMAT, Artifact
+from pipeline.config import Config, Section, result_fields
+from pipeline.errors import ConfigError
+from pipeline.identity import Hashes, source_identity, target_folder, target_identity
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table. `ranks` says who works: every rank on its share of shards, all together, or rank 0."""
+
+    name: str
+    reads: Names
+    inputs: Callable[[Config], Names]
+    target: bool = False
+    ranks: str = "first"
+    also: Callable[[Config], dict[str, Any]] = field(default=lambda config: {})
+
+
+def _corpus(config: Config) -> Names:
+    return ("answers",) if config.answers.enabled else ("data",)
+
+
+def _teacher(config: Config) -> Names:
+    return ("tokens",) if config.targets.mode == "live" else ("targets",)
+
+
+def _sources(config: Config) -> dict[str, Any]:
+    return {"sources": [source_identity(config, source) for source in config.data.sources]}
+
+
+def _template_file(config: Config) -> dict[str, Any]:
+    path = config.template.chat_template
+    if path is None:
+        return {}
+    if not Path(path).is_file():
+        raise ConfigError(f"template.chat_template: {path}: no such file")
+    return {"chat_template": Hashes(config.work_dir).file(Path(path))}
+
+
+def _live(config: Config) -> dict[str, Any]:
+    if config.targets.mode != "live":
+        return {}
+    return {"live": {"layers": config.targets.layers, "dtype": config.targets.dtype}}
+
+
+def _prompt_files(config: Config) -> dict[str, Any]:
+    names = config.evaluate.prompt_sets
+    hashes = Hashes(config.work_dir)
+    return {"prompt_files": {name: hashes.file(Path(name)) for name in names if Path(name).is_file()}}
+
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage("data", ("data", "seed"), lambda config: (), ranks="shards", also=_sources),
+        Stage(
+            "answers", ("answers", "template", "seed"), lambda config: ("data",), True, "shards", also=_template_file
+        ),
+        Stage("tokens", ("tokens", "template"), _corpus, True, "shards", also=_template_file),
+        Stage("targets", ("targets",), lambda config: ("tokens",), True, "shards"),
+        Stage("train", ("draft", "train", "seed"), _teacher, True, "all", also=_live),
+        Stage("calibrate", ("calibrate", "template", "seed"), lambda config: ("train", "data"), True, also=_template_file),
+        Stage("profile", ("profile",), lambda config: (), True),
+        Stage(
+            "evaluate",
+            ("evaluate", "template", "seed"),
+            lambda config: ("train", "data", "calibrate", "profile"),
+            True,
+            also=lambda config: {**_template_file(config), **_prompt_files(config)},
+        ),
+        Stage("export", ("export",), lambda config: ("train", "calibrate", "profile", "evaluate"), True),
+    )
+}
+
+
+def active(config: Config) -> list[str]:
+    """Stages this configuration runs, in order."""
+    off = set()
+    if not config.answers.enabled:
+        off.add("answers")
+    if config.targets.mode == "live":
+        off.add("targets")
+    return [name for name in STAGES if name not in off]
+
+
+def resolve(config: Config) -> dict[str, Artifact]:
+    """Every active stage's artifact, finished or not. Raises ConfigError when an input cannot be identified."""
+    problems: list[str] = []
+    target: dict[str, Any] | None = None
+    extras: dict[str, dict[str, Any]] = {}
+    try:
+        target = target_identity(config)
+    except ConfigError as error:
+        problems += error.problems
+    for name in active(config):
+        try:
+            extras[name] = STAGES[name].also(config)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    chain: dict[str, Artifact] = {}
+    for name in active(config):
+        stage = STAGES[name]
+        request = {
+            "stage": name,
+            "format": FORMAT,
+            "config": {section: _read(config, section) for section in stage.reads},
+            "inputs": {source: chain[source].fingerprint for source in stage.inputs(config)},
+            "target": target if stage.target else None,
+            **extras[name],
+        }
+        chain[name] = Artifact(config.work_dir, name, request)
+    return chain
+
+
+def _read(config: Config, section: str) -> Any:
+    value = getattr(config, section)
+    return result_fields(value) if isinstance(value, Section) else value
+
+
+# ------------------------------------------------------------------------------------------------ work split
+
+
+def array_share() -> tuple[int, int]:
+    """(index, count) of this process among all that share the work: array tasks times ranks."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    index, _, count = os.environ.get("DSPARK_ARRAY", "0/1").partition("/")
+    return int(index) * world + rank, int(count) * world
+
+
+def share(names: Sequence[str]) -> list[str]:
+    """This process's part of the units of work: every count-th, without locks."""
+    index, count = array_share()
+    return list(names[index::count])
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a stage's `run` receives."""
+
+    config: Config
+    artifact: Artifact
+    inputs: dict[str, Artifact]
+    tracker: Any
+    chain: dict[str, Artifact]
+
+    @property
+    def target_path(self) -> str:
+        """Local folder or hub id of the target."""
+        return target_folder(self.config)

@@ -1,0 +1,143 @@
+"""What external inputs *are*: hashes of local files, resolved revisions of hub ids, versions of demo packages.
+
+Fingerprints rest on these. A local file is hashed once and remembered by (path, size, mtime) in the work directory, so
+asking again costs a `stat`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifact import digest, sha256_file, write_json
+from pipeline.config import Config, Source, Target
+from pipeline.errors import ArtifactError, ConfigError
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "vocab*", "merges*", "special_*")
+_DEMO_PACKAGES = {"gsm_symbolic": "reasoning-gym", "codeio": "reasoning-gym", "chatterbot": "chatterbot-corpus"}
+
+
+class Hashes:
+    """SHA-256 of files, cached in `<work_dir>/cache/hashes.json`."""
+
+    def __init__(self, work_dir: Path) -> None:
+        self.path = work_dir / "cache" / "hashes.json"
+        try:
+            self.known: dict[str, str] = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.known = {}
+
+    def file(self, path: Path) -> str:
+        facts = path.stat()
+        key = f"{path.resolve()}|{facts.st_size}|{facts.st_mtime_ns}"
+        if key not in self.known:
+            self.known[key] = sha256_file(path)
+            write_json(self.path, self.known)
+        return self.known[key]
+
+
+def target_folder(config: Config) -> str:
+    """Where the target is read from: a local folder, or a hub id."""
+    if config.target.tiny is not None:
+        return str(config.work_dir / "models" / f"tiny-{digest(config.target.tiny.model_dump(mode='json'))}")
+    assert config.target.model is not None
+    return config.target.model
+
+
+def target_identity(config: Config) -> dict[str, Any]:
+    """Revision of a hub target, weights hash of a local one, recipe of a tiny one.
+
+    Raises ConfigError when a local folder lacks its files, or a hub id resolves to nothing.
+    """
+    target = config.target
+    if target.tiny is not None:
+        return {"tiny": target.tiny.model_dump(mode="json")}
+    folder = Path(target_folder(config))
+    if folder.is_dir():
+        files = sorted({path for pattern in (*_WEIGHTS, *_DESCRIPTION) for path in folder.glob(pattern)})
+        if not any(path.match(pattern) for path in files for pattern in _WEIGHTS):
+            raise ConfigError(f"target.model: {folder} holds no weights (*.safetensors)")
+        hashes = Hashes(config.work_dir)
+        return {"sha256": digest({path.name: hashes.file(path) for path in files}, 64)}
+    return {"hub": target.model, "revision": hub_revision(target)}
+
+
+def hub_revision(target: Target) -> str:
+    """The commit a hub id stands for: asked from the hub, or taken from the local cache when offline."""
+    model = str(target.model)
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ConfigError(
+            f"target.model: {model} is neither an existing folder nor a hub id (owner/name). "
+            "The demo target is made by `python -m tools.fetch_smollm2`"
+        )
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            return str(HfApi().model_info(model, revision=target.revision).sha)
+    except Exception as error:  # noqa: BLE001 - any failure to reach the hub falls back to the local cache, or is told
+        online_error = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        online_error = "HF_HUB_OFFLINE is set"
+    try:
+        return Path(snapshot_download(model, revision=target.revision, local_files_only=True)).name
+    except Exception as error:  # noqa: BLE001
+        raise ConfigError(
+            f"target.model: {model} is no local folder, the hub did not answer ({online_error}), and the local hub "
+            "cache does not hold it; `dspark fetch -c FILE` brings it where there is a network"
+        ) from error
+
+
+def source_identity(config: Config, source: Source) -> dict[str, Any]:
+    """Content hashes of local files, the package version behind a demo set, or a hub revision."""
+    if source.demo is not None:
+        package = _DEMO_PACKAGES[source.demo]
+        try:
+            return {"package": package, "version": importlib.metadata.version(package)}
+        except importlib.metadata.PackageNotFoundError as error:
+            raise ConfigError(
+                f"data.sources: demo {source.demo} needs {package}; install the demo extra: pip install -e '.[demo]'"
+            ) from error
+    files = local_files(str(source.path))
+    if files:
+        hashes = Hashes(config.work_dir)
+        return {"files": [hashes.file(path) for path in files]}
+    text = str(source.path)
+    if text.count("/") != 1 or text.startswith((".", "/", "~")) or Path(text).suffix:
+        raise ConfigError(f"data.sources: {text}: no such file, and not a hub id (owner/name)")
+    return {"hub": text, "revision": source.revision or "main"}
+
+
+def local_files(pattern: str) -> list[Path]:
+    """Files a path or glob names, sorted; a folder stands for the data files in it. Empty for a hub id."""
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        return sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+    return sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207
+
+
+def target_json(config: Config, name: str) -> dict[str, Any]:
+    """A JSON file of the target (config.json, tokenizer_config.json …) as plain data; {} when it has none.
+
+    No weights are read and no torch is imported.
+    """
+    folder = Path(target_folder(config))
+    path: Path | None = folder / name
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        try:
+            path = Path(hf_hub_download(str(folder), name, revision=config.target.revision))
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            path = None
+    if path is None or not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ArtifactError(f"{path}: not valid JSON ({error})") from error

@@ -1,0 +1,133 @@
+"""What a person sees while a stage runs: lines, and bars with an ETA that become lines where there is no terminal.
+
+    with progress(total=1000, what="answers", unit="rows") as bar:
+        bar.advance(8, tokens_per_second=612)
+
+Rank 0 writes to the console; every rank writes to its own log file once `configure` named one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+_LINE_EVERY_SECONDS = 15.0
+_BAR_EVERY_SECONDS = 0.2
+
+
+@dataclass
+class _Console:
+    quiet: bool = False
+    stream: TextIO | None = None
+    log: TextIO | None = None
+
+
+_console = _Console()
+
+
+def configure(*, quiet: bool = False, stream: TextIO | None = None, log_path: Path | None = None) -> None:
+    """Set where lines go. `quiet` keeps the console to warnings; `log_path` receives every line of this rank."""
+    _console.quiet, _console.stream = quiet, stream
+    if _console.log is not None:
+        _console.log.close()
+        _console.log = None
+    if log_path is not None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        _console.log = log_path.open("a", encoding="utf-8", buffering=1)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(text: str = "", *, warning: bool = False) -> None:
+    """One line (or block) for the user. Warnings reach the console even when quiet."""
+    if _console.log is not None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        _console.log.write(f"{stamp} {text}\n")
+    if rank() == 0 and (warning or not _console.quiet):
+        stream = _console.stream or (sys.stderr if warning else sys.stdout)
+        _clear(stream)
+        stream.write(f"warning: {text}\n" if warning else f"{text}\n")
+        stream.flush()
+
+
+def _clear(stream: TextIO) -> None:
+    if stream.isatty():
+        stream.write("\r\033[K")
+
+
+def duration(seconds: float) -> str:
+    """1.5 -> '2s', 75 -> '1m15s', 4000 -> '1h06m'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+@dataclass
+class Bar:
+    """Progress of one piece of work. `done` may start above 0 after a resume; the rate counts only this process."""
+
+    total: int
+    what: str
+    unit: str
+    done: int = 0
+    shown: dict[str, object] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+    _first: int = 0
+    _drawn: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._first = self.done
+
+    def advance(self, count: int = 1, **shown: object) -> None:
+        self.done += count
+        self.shown.update(shown)
+        now = time.monotonic()
+        every = _BAR_EVERY_SECONDS if self._stream().isatty() else _LINE_EVERY_SECONDS
+        if now - (self._drawn or self._started) >= every:
+            self._drawn = now
+            self.draw()
+
+    def draw(self) -> None:
+        stream = self._stream()
+        if rank() == 0 and stream.isatty() and not _console.quiet:
+            width = 24
+            filled = width * self.done // max(self.total, 1)
+            stream.write(f"\r\033[K{'█' * filled}{'·' * (width - filled)} {self.line()}")
+            stream.flush()
+        else:
+            say(self.line())
+
+    def line(self) -> str:
+        elapsed = time.monotonic() - self._started
+        rate = (self.done - self._first) / elapsed if elapsed > 0 else 0.0
+        left = f", {duration((self.total - self.done) / rate)} left" if rate > 0 and self.done < self.total else ""
+        facts = "".join(f", {key.replace('_', ' ')} {_short(value)}" for key, value in self.shown.items())
+        return f"{self.what}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}{left}{facts}"
+
+    def _stream(self) -> TextIO:
+        return _console.stream or sys.stdout
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@contextmanager
+def progress(total: int, *, what: str, unit: str, done: int = 0) -> Iterator[Bar]:
+    """Show the progress of `total` units of work; `done` of them were finished by an earlier run."""
+    bar = Bar(total=total, what=what, unit=unit, done=done)
+    yield bar
+    bar.draw()
+    if rank() == 0 and bar._stream().isatty() and not _console.quiet:
+        bar._stream().write("\n")

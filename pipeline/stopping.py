@@ -1,0 +1,63 @@
+"""Stopping well: a signal or a time limit sets a flag, the stage finishes or drops its unit of work and leaves.
+
+    install(["SIGUSR1"], stop_after_seconds=3600)
+    for unit in units:
+        check()                                    # raises Stopped with the reason
+
+The first signal asks; a second Ctrl-C ends the process at once. Other repeated signals change nothing, so a save in
+progress is not broken. Handlers act only in the process that installed them: forked data workers ignore the signals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+from pipeline.errors import Stopped
+
+DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+
+
+class _State:
+    reason: str | None = None
+    deadline: float | None = None
+    pid: int = 0
+
+
+def install(signals: Iterable[str] = DEFAULT_SIGNALS, stop_after_seconds: float | None = None) -> None:
+    """Handle `signals` (names) from now on, and stop by ourselves after `stop_after_seconds`."""
+    _State.reason, _State.pid = None, os.getpid()
+    _State.deadline = None if stop_after_seconds is None else time.monotonic() + stop_after_seconds
+    for name in signals:
+        signal.signal(getattr(signal, name), _handle)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _State.pid:
+        return
+    name = signal.Signals(number).name
+    if number == signal.SIGINT and _State.reason is not None:
+        raise KeyboardInterrupt
+    _State.reason = _State.reason or f"signal {name}"
+
+
+def requested() -> str | None:
+    """Why this process should stop, or None. Ranks agree on it at a step border (see `training.loop`)."""
+    if _State.reason is None and _State.deadline is not None and time.monotonic() >= _State.deadline:
+        _State.reason = "time limit (--stop-after)"
+    return _State.reason
+
+
+def request(reason: str) -> None:
+    """Ask from inside, as a signal would."""
+    _State.reason = _State.reason or reason
+
+
+def check() -> None:
+    """Raise `Stopped` when a stop was requested. Call it between units of work."""
+    reason = requested()
+    if reason is not None:
+        raise Stopped(reason)
