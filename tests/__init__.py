@@ -1,0 +1,1 @@
+"""Tests. `make test` runs them; `make prove` runs those marked `prove` at full size."""

@@ -1,0 +1,102 @@
+"""What every test runs under: few threads, no network, no telemetry; and the full-size switch of `make prove`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+# Before anything imports torch: on two busy cores OpenMP's spinning threads cost more than they compute.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    GOMP_SPINCOUNT="0",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    MLFLOW_DISABLE_TELEMETRY="true",
+    DO_NOT_TRACK="true",
+    MPLBACKEND="Agg",
+)
+for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"):
+    os.environ.pop(_name, None)
+if not Path("/dev/nvidiactl").exists():
+    os.environ["DS_ACCELERATOR"] = "cpu"  # silences a line DeepSpeed prints at import; wrong where there is a GPU
+
+T = TypeVar("T")
+
+
+@dataclass
+class Proof:
+    """The size a proof runs at, and the figures it leaves in the dated table."""
+
+    full: bool
+    test: str
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def size(self, small: T, full: T) -> T:
+        """`small` under `make test` (about a twentieth), `full` under `make prove`."""
+        return full if self.full else small
+
+    def note(self, what: str, value: object) -> None:
+        self.rows.append((self.test, what, str(value)))
+
+
+_proofs: list[Proof] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prove", action="store_true", help="run proofs at full size and write their table")
+    parser.addoption("--proof-table", default="work/proofs", help="folder of the dated tables")
+
+
+@pytest.fixture
+def proof(request: pytest.FixtureRequest) -> Proof:
+    made = Proof(request.config.getoption("--prove"), request.node.name)
+    _proofs.append(made)
+    return made
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path) -> Path:
+    """An empty work directory of its own."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {"gpu": _no_gpu()}
+    for item in items:
+        for mark, reason in missing.items():
+            if reason and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_gpu() -> str:
+    return "" if Path("/dev/nvidiactl").exists() else "no CUDA device"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    rows = [row for proof in _proofs for row in proof.rows]
+    if not session.config.getoption("--prove") or not rows:
+        return
+    today = datetime.datetime.now(datetime.UTC)
+    folder = Path(session.config.getoption("--proof-table"))
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        f"# Proofs, {today:%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, pytest exit code {int(session.exitstatus)}",
+        "",
+        "| proof | what | value |",
+        "|---|---|---|",
+        *(f"| {test} | {what} | {value} |" for test, what, value in rows),
+    ]
+    (folder / f"{today:%Y-%m-%d-%H%M}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
