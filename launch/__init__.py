@@ -1,1 +1,1 @@
-"""Starts processes: the local chain, Slurm submission, accelerate command lines. Imports no torch: runs on login nodes."""
+"""Starts processes: the local chain, Slurm submission, accelerate command lines. No torch: it runs on login nodes."""
