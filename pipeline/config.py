@@ -87,7 +87,7 @@ class Template(Section):
 class Source(Section):
     """One corpus: a hub id, local files (glob), or a generated demo set."""
 
-    path: str | None = result(None, "hub id, or local file/glob: parquet, arrow, json, jsonl, jsonl.gz")
+    path: str | None = execution(None, "hub id, or local file/glob: parquet, arrow, json, jsonl, jsonl.gz")
     demo: Literal["gsm_symbolic", "codeio", "chatterbot"] | None = result(None, "generated or packaged demo rows")
     name: str | None = result(None, "source name in reports; default: the row's own source, the demo or the file name")
     revision: str | None = result(None, "hub revision")

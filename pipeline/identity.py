@@ -44,8 +44,14 @@ def target_folder(config: Config) -> str:
     """Where the target is read from: a local folder, or a hub id."""
     if config.target.tiny is not None:
         return str(config.work_dir / "models" / f"tiny-{digest(config.target.tiny.model_dump(mode='json'))}")
-    assert config.target.model is not None
-    return config.target.model
+    model = str(config.target.model)
+    looks_like_a_hub_id = model.count("/") == 1 and not model.startswith((".", "/", "~", "work/"))
+    if not Path(model).is_dir() and not looks_like_a_hub_id:
+        raise ConfigError(
+            f"target.model: {model} is neither an existing folder nor a hub id (owner/name). "
+            "The demo target is made by `python -m tools.fetch_smollm2 FOLDER`"
+        )
+    return model
 
 
 def target_identity(config: Config) -> dict[str, Any]:
@@ -68,13 +74,9 @@ def target_identity(config: Config) -> dict[str, Any]:
 
 def hub_revision(target: Target) -> str:
     """The commit a hub id stands for: asked from the hub, or taken from the local cache when offline."""
-    model = str(target.model)
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ConfigError(
-            f"target.model: {model} is neither an existing folder nor a hub id (owner/name). "
-            "The demo target is made by `python -m tools.fetch_smollm2`"
-        )
     from huggingface_hub import HfApi, constants, snapshot_download
+
+    model = str(target.model)
 
     try:
         if not constants.HF_HUB_OFFLINE:
@@ -105,7 +107,7 @@ def source_identity(config: Config, source: Source) -> dict[str, Any]:
     files = local_files(str(source.path))
     if files:
         hashes = Hashes(config.work_dir)
-        return {"files": [hashes.file(path) for path in files]}
+        return {"files": [[path.name, hashes.file(path)] for path in files]}
     text = str(source.path)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or Path(text).suffix:
         raise ConfigError(f"data.sources: {text}: no such file, and not a hub id (owner/name)")

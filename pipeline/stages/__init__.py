@@ -1,0 +1,1 @@
+"""The stages, one module each with one function `run(context)`. Orchestration only: nobody imports these."""

@@ -1,0 +1,1 @@
+"""Commands beside the stages: run, plan, status, doctor, verify, repair, lineage, gc, generate, fetch, push."""
