@@ -1,0 +1,57 @@
+"""Upload a published folder to the Hugging Face hub (or a server that speaks its protocol: HF_ENDPOINT).
+
+dspark push FOLDER owner/name [--private] [--revision BRANCH]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import ArtifactError, StorageError
+from pipeline.layouts import files
+
+
+def push(
+    folder: str | Path,
+    repository: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+    message: str = "Upload drafter",
+) -> str:
+    """Create `repository` (owner/name) when it does not exist and upload `folder` in one commit; returns its address.
+
+    The folder must be an unchanged export: what is uploaded is what was checked. `token` defaults to the hub client's own
+    sources (HF_TOKEN, its login file); it is never printed.
+
+    Raises:
+        ArtifactError: the folder is no export, or was changed since.
+        StorageError: the server refused.
+    """
+    folder = Path(folder)
+    if not (folder / files.HASHES).exists():
+        raise ArtifactError(f"{folder}: no {files.HASHES}; push takes one layout folder of an export")
+    problems = files.hash_problems(folder)
+    if problems:
+        raise ArtifactError("\n".join(problems))
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi(endpoint=endpoint, token=token)
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            folder_path=folder,
+            repo_id=repository,
+            revision=revision,
+            commit_message=message,
+            ignore_patterns=[".tmp", ".tmp/**"],
+        )
+    except HfHubHTTPError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StorageError(f"{repository}: the server refused the upload ({reason})") from error
+    return str(commit.commit_url)
