@@ -1,0 +1,58 @@
+"""The support table: who carries and serves what, and what a refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipeline.layouts import support
+from pipeline.layouts.support import Facts
+
+DSPARK = Facts(kind="dspark", layout="next_token", markov="vanilla", vocabulary=False)
+FILL_IN = Facts(kind="dflash", layout="fill_in", markov="none", vocabulary=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "layouts"),
+    [
+        (DSPARK, ["deepspec", "speculators", "specforge"]),
+        (dataclasses.replace(DSPARK, markov="rnn"), ["deepspec", "speculators", "specforge"]),
+        (dataclasses.replace(DSPARK, kind="dflash", markov="none"), ["deepspec", "speculators", "specforge"]),
+        (dataclasses.replace(DSPARK, vocabulary=True), ["deepspec", "speculators"]),
+        (FILL_IN, ["speculators", "specforge", "dflash"]),
+        (dataclasses.replace(FILL_IN, vocabulary=True), ["speculators"]),
+        (Facts("eagle3", "next_token", "none", True), ["speculators", "eagle3"]),
+        (Facts("mtp", "next_token", "none", False), []),
+        (Facts("mtp", "next_token", "none", False, target_type="qwen3_5_text"), ["mtp"]),
+        (Facts("medusa", "next_token", "none", False), []),
+        (dataclasses.replace(DSPARK, taps=False), []),
+    ],
+)
+def test_layouts_that_can_carry(facts: Facts, layouts: list[str]) -> None:
+    assert support.carriers(facts) == layouts
+
+
+def test_refusal_names_the_layouts_that_can() -> None:
+    """S30: a draft vocabulary needs a layout with d2t and a head of its own."""
+    (problem,) = support.refusals(["specforge"], [], dataclasses.replace(DSPARK, vocabulary=True))
+    assert "draft vocabulary" in problem and "Layouts that can: deepspec, speculators" in problem
+
+
+@pytest.mark.parametrize("markov", ["gated", "rnn"])
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_heads_an_engine_cannot_serve_are_refused_for_it(engine: str, markov: str) -> None:
+    facts = dataclasses.replace(DSPARK, markov=markov)
+    (problem,) = support.refusals(["deepspec"], [engine], facts)
+    assert markov in problem and "Engines that can: sglang, deepspec, speculators, specforge" in problem
+    assert support.refusals(["deepspec"], ["sglang"], facts) == []
+
+
+def test_dense_layout_with_draft_vocabulary_is_vllms_alone() -> None:
+    assert support.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm"]
+
+
+def test_next_token_dflash_is_not_the_dflash_layout() -> None:
+    """S1: relabelled, it would serve at about one token a step without a word."""
+    reason = support.layout_problem("dflash", dataclasses.replace(DSPARK, kind="dflash", markov="none"))
+    assert reason is not None and "zero head" in reason
