@@ -76,7 +76,9 @@ STAGES: dict[str, Stage] = {
         Stage("tokens", ("tokens", "template"), _corpus, True, "shards", also=_template_file),
         Stage("targets", ("targets",), lambda config: ("tokens",), True, "shards"),
         Stage("train", ("draft", "train", "seed"), _teacher, True, "all", also=_live),
-        Stage("calibrate", ("calibrate", "template", "seed"), lambda config: ("train", "data"), True, also=_template_file),
+        Stage(
+            "calibrate", ("calibrate", "template", "seed"), lambda config: ("train", "data"), True, also=_template_file
+        ),
         Stage("profile", ("profile",), lambda config: (), True),
         Stage(
             "evaluate",

@@ -203,7 +203,9 @@ class Draft(Section):
     allow_used_mask_token: bool = result(False, "accept a mask token that looks used (pad, eos, end-of-turn)")
     vocabulary: Count | None = result(None, "draft vocabulary size; null is the target's")
     init: Literal["random", "target_layers"] = result("random", "where draft layers start")
-    init_layers: tuple[int, ...] | None = result(None, "target layers copied by init target_layers; null: the last ones")
+    init_layers: tuple[int, ...] | None = result(
+        None, "target layers copied by init target_layers; null: the last ones"
+    )
     intermediate_size: Count | None = result(None, "MLP width; null is the target's")
     heads: Count | None = result(None, "attention heads; null is the target's")
     kv_heads: Count | None = result(None, "key/value heads; null is the target's")
@@ -437,7 +439,11 @@ def _explain(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         *parents, name = item["loc"]
         near = difflib.get_close_matches(str(name), _keys(parents), n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*map(str, parents), near[0]])}?" if near else f"valid: {', '.join(_keys(parents))}"
+        hint = (
+            f"did you mean {'.'.join([*map(str, parents), near[0]])}?"
+            if near
+            else f"valid: {', '.join(_keys(parents))}"
+        )
         return f"{where}: unknown key; {hint}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "missing":

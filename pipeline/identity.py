@@ -17,7 +17,15 @@ from pipeline.config import Config, Source, Target
 from pipeline.errors import ArtifactError, ConfigError
 
 _WEIGHTS = ("*.safetensors", "*.bin")
-_DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "vocab*", "merges*", "special_*")
+_DESCRIPTION = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "vocab*",
+    "merges*",
+    "special_*",
+)
 _DEMO_PACKAGES = {"gsm_symbolic": "reasoning-gym", "codeio": "reasoning-gym", "chatterbot": "chatterbot-corpus"}
 
 

@@ -20,7 +20,11 @@ def check(config: Config) -> None:
     if config.target.tiny is not None:
         tiny = config.target.tiny
         facts = TargetFacts(
-            num_layers=tiny.layers, rows=tiny.vocabulary, tokenizer=tiny.vocabulary - TINY_SPARE_ROWS, special={}, ends={}
+            num_layers=tiny.layers,
+            rows=tiny.vocabulary,
+            tokenizer=tiny.vocabulary - TINY_SPARE_ROWS,
+            special={},
+            ends={},
         )
     else:
         facts = TargetFacts.read(config)

@@ -1,0 +1,106 @@
+"""What the target cannot serve is refused from its description alone, all problems at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import preflight
+from pipeline.config import Config, validate
+from pipeline.errors import ConfigError
+
+
+def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30) -> Path:
+    """A target's description: no weights at all."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps({"num_hidden_layers": layers, "vocab_size": rows, "eos_token_id": 3, "pad_token_id": 1})
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    vocab = {f"t{index}": index for index in range(tokens)}
+    added = [{"id": index, "content": f"t{index}", "special": True} for index in range(8)]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "t5"}))
+    return folder
+
+
+def config(folder: Path, **draft: Any) -> Config:
+    targets = draft.pop("targets", {})
+    return validate(
+        {
+            "target": {"model": str(folder)},
+            "data": {"sources": [{"path": "x.jsonl"}]},
+            "draft": {"mask_token_id": 30, **draft},
+            "targets": targets,
+        }
+    )
+
+
+def refused(made: Config) -> str:
+    with pytest.raises(ConfigError) as error:
+        preflight.check(made)
+    return str(error.value)
+
+
+@pytest.mark.case("TOK-02")
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        (None, "required"),
+        (-1, "not a row"),
+        (32, "not a row"),
+        (1, "pad_token"),
+        (3, "eos_token"),
+        (4, "eos_token"),
+        (5, "eos_token"),
+        (20, "normal token"),
+    ],
+)
+def test_s6_mask_tokens_that_mean_something_are_refused(tmp_path: Path, token: int | None, why: str) -> None:
+    made = config(target(tmp_path / "t"), mask_token_id=token)
+    assert why in refused(made)
+
+
+@pytest.mark.parametrize("token", [30, 31, 6])
+def test_s6_an_unused_row_or_a_spare_special_token_is_taken(tmp_path: Path, token: int) -> None:
+    preflight.check(config(target(tmp_path / "t"), mask_token_id=token))
+
+
+def test_s6_override_needs_its_flag(tmp_path: Path) -> None:
+    preflight.check(config(target(tmp_path / "t"), mask_token_id=3, allow_used_mask_token=True))
+
+
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [([35], "last layer"), ([-1, 3], "outside"), ([40], "outside"), ([5, 5], "increasing"), ([7, 3], "increasing")],
+)
+def test_s4_layers_out_of_range_or_order_are_refused(tmp_path: Path, layers: list[int], why: str) -> None:
+    assert why in refused(config(target(tmp_path / "t"), targets={"layers": layers}))
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    message = refused(config(target(tmp_path / "t"), mask_token_id=3, vocabulary=99, targets={"layers": [35]}))
+    assert message.startswith("3 problem(s)")
+
+
+@pytest.mark.case("CAB-10")
+@pytest.mark.parametrize("layers", [2, 3, 4, 5, 7])
+def test_shallow_targets_need_explicit_layers(tmp_path: Path, layers: int) -> None:
+    made = config(target(tmp_path / "t", layers=layers))
+    assert f"num_layers = {layers}" in refused(made)
+    preflight.check(config(target(tmp_path / "t", layers=layers), targets={"layers": [0]}))
+
+
+@pytest.mark.parametrize(
+    ("depth", "layers"), [(36, (1, 9, 17, 25, 33)), (30, (1, 7, 14, 20, 27)), (8, (1, 2, 3, 4, 5))]
+)
+def test_default_layers(depth: int, layers: tuple[int, ...]) -> None:
+    assert preflight.default_layers(depth) == layers
+
+
+def test_a_folder_that_is_no_target_is_named(tmp_path: Path) -> None:
+    assert "no config.json" in refused(config(tmp_path))
+    assert "fetch_smollm2" in refused(config(tmp_path / "absent"))

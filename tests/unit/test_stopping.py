@@ -1,0 +1,57 @@
+"""Signals and time limits set a flag; only the process that asked for them reacts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline import stopping
+from pipeline.errors import Stopped
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    old = {name: signal.getsignal(getattr(signal, name)) for name in stopping.DEFAULT_SIGNALS}
+    yield
+    for name, handler in old.items():
+        signal.signal(getattr(signal, name), handler)
+    stopping._State.reason = stopping._State.deadline = None
+
+
+@pytest.mark.case("SLM-07")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_asks_and_names_itself(name: str) -> None:
+    stopping.install()
+    stopping.check()
+    os.kill(os.getpid(), getattr(signal, name))
+    with pytest.raises(Stopped, match=name):
+        stopping.check()
+    os.kill(os.getpid(), getattr(signal, name))  # a second one changes nothing
+    assert stopping.requested() == f"signal {name}"
+
+
+def test_time_limit() -> None:
+    stopping.install(stop_after_seconds=0.0)
+    with pytest.raises(Stopped, match="time limit"):
+        stopping.check()
+
+
+def test_second_interrupt_ends_at_once() -> None:
+    stopping.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.requested() == "signal SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.case("SLM-02")
+def test_forked_workers_ignore_the_signal() -> None:
+    stopping.install()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0 if stopping.requested() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
