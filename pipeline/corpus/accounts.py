@@ -1,0 +1,62 @@
+"""The books of the data stage: what came in, what went out, what was left behind and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pipeline.corpus.assemble import REMOVALS, Assembly
+from pipeline.corpus.rows import SPLITS
+from pipeline.errors import DataError
+
+
+def check_skips(assembly: Assembly, listing: Path) -> None:
+    """Refuse a corpus with too many unusable rows. Removals (duplicates, leaks, weights) are no fault of the input."""
+    rows_in = sum(found["rows_in"] for found in assembly.found)
+    skipped = assembly.skipped()
+    check_share(
+        {reason: count for reason, count in skipped.items() if reason not in REMOVALS},
+        total=rows_in, limit=assembly.data.max_skip_fraction, setting="data.max_skip_fraction", listing=listing,
+    )  # fmt: skip
+    if sum(len(assembly.plan(split)) for split in SPLITS) == 0:
+        raise DataError(f"data: none of {rows_in} rows is left ({_reasons(skipped)}); {listing} names them")
+
+
+def check_share(skipped: dict[str, int], *, total: int, limit: float, setting: str, listing: Path) -> None:
+    """Raise DataError when the skipped share of `total` rows is above `limit`, naming the reasons, largest first."""
+    count = sum(skipped.values())
+    if total and count / total > limit:
+        raise DataError(
+            f"{count} of {total} rows were skipped ({count / total:.1%}), {setting} allows {limit:.1%}: "
+            f"{_reasons(skipped)}. {listing} names every row; mend the data or raise the limit"
+        )
+
+
+def _reasons(skipped: dict[str, int]) -> str:
+    return ", ".join(
+        f"{reason} {count}" for reason, count in sorted(skipped.items(), key=lambda item: (-item[1], item))
+    )
+
+
+def report_of(assembly: Assembly) -> dict[str, Any]:
+    """Rows in and out by source and split, and skips by reason: in = out + skipped."""
+    read: Counter[str] = Counter()
+    for found in assembly.found:
+        read.update(found["read"])
+    splits = {split: len(assembly.plan(split)) for split in SPLITS}
+    rows_in = sum(found["rows_in"] for found in assembly.found)
+    return {
+        "rows": {"in": rows_in, "out": sum(splits.values()), **splits},
+        "skipped": dict(sorted(assembly.skipped().items())),
+        "usable_rows_by_source": dict(sorted(read.items())),
+    }
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report in a few lines for the console."""
+    rows = report["rows"]
+    lines = [f"data: {rows['in']} rows read, {rows['out']} kept: " + ", ".join(f"{s} {rows[s]}" for s in SPLITS)]
+    if report["skipped"]:
+        lines.append(f"      left out: {_reasons(report['skipped'])}")
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""The same function over many units of work, in this process or in several, with stop requests honoured in between.
+
+    for result in each(writer.run, units, workers=8): ...
+
+Workers are spawned, so nothing of the parent (threads, CUDA, tokenizers) leaks into them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import TypeVar
+
+from pipeline import stopping
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def each(function: Callable[[Item], Result], items: Sequence[Item], *, workers: int) -> Iterator[Result]:
+    """Results in the order of completion. An exception in a worker is raised here and ends the others' queue."""
+    if workers <= 1 or len(items) <= 1:
+        for item in items:
+            stopping.check()
+            yield function(item)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(items)), mp_context=context, initializer=_quiet_threads) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+                stopping.check()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _quiet_threads() -> None:
+    """One thread per worker: processes are the parallelism, and a tokenizer's own threads only fight over cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
