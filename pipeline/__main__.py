@@ -2,7 +2,8 @@
 `torchrun -m pipeline` or `accelerate launch -m pipeline` with the same arguments.
 
 Exit codes: 0 done, or stopped cleanly (`stopped.json` says why); 1 an unexpected failure; 2 the configuration or the
-command line is wrong; 3 the data is wrong; 4 an artifact is damaged or unfinished; 5 the disk is full; 130 Ctrl-C twice.
+command line is wrong; 3 the data is wrong; 4 an artifact is damaged or unfinished; 5 the disk is full;
+130 Ctrl-C twice.
 """
 
 from __future__ import annotations

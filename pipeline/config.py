@@ -25,7 +25,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 def _whole(value: Any) -> Any:
     """Counts are whole numbers: 4.0, "4x" and true are refused rather than rounded or cast."""
-    if isinstance(value, bool) or isinstance(value, float):
+    if isinstance(value, bool | float):
         raise ValueError(f"a whole number is expected, found {value!r}")
     return value
 

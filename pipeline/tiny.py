@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifact import atomic_path
 from pipeline.config import Config, TinyTarget
@@ -82,7 +83,9 @@ def _write(tiny: TinyTarget, folder: Path) -> None:
             show_progress=False,
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=raw, eos_token=SPECIAL[2], pad_token=SPECIAL[0]
+    )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
