@@ -1,0 +1,231 @@
+"""The slot loss with gradients formed chunk by chunk in the forward pass (S11, S12, S15, S30).
+
+The head is frozen and the loss is a known weighted sum over slots, so its gradient with respect to the draft logits
+is known as soon as a chunk of logits is: it is turned into gradients of the hidden states, the Markov vectors and W2
+on the spot, and the next chunk overwrites the logits. Work buffers hold `chunk` x C numbers, whatever the number of
+anchors. Slots come sorted by teacher row, so every target distribution is computed once.
+
+    z = head(h) + e W2^T,   p = softmax(z)
+    d CE / dz = p - onehot(label)                  CE = logsumexp(z) - z[label]
+    d L1 / dz = p * (s - sum p s),  s = sign(p - p_t)      L1 = sum |p - p_t| + p_t(outside D)
+    c* = 1 - L1 / 2
+
+The plain formulas are in `eager.py`; the tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.speculative.teacher import DraftVocabulary, Head, Teacher, head_logits, product
+
+Divergence = Literal["tv", "kl"]
+
+_BUFFER_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class SlotWeights:
+    """Weight of every slot in the two terms, normalisation included: the loss is their weighted sum (S13, S14).
+
+    `ce_S` is 0 where the label is outside the draft vocabulary.
+    """
+
+    ce_S: Tensor
+    divergence_S: Tensor
+
+
+@dataclass(frozen=True)
+class SlotStatistics:
+    """Detached facts per slot, fp32 (fp64 for fp64 inputs)."""
+
+    ce_S: Tensor
+    l1_S: Tensor
+    divergence_S: Tensor
+    greedy_S: Tensor
+
+    @property
+    def acceptance_S(self) -> Tensor:
+        """c* = 1 - L1 / 2: the chance that the slot's own draw is accepted (S12)."""
+        return 1 - 0.5 * self.l1_S
+
+
+def slot_loss(
+    hidden_SD: Tensor,
+    *,
+    markov_Sr: Tensor | None,
+    w2_Cr: Tensor | None,
+    draft_head: Head,
+    target_head: Head,
+    teacher: Teacher,
+    words: DraftVocabulary | None,
+    rows_S: Tensor,
+    labels_S: Tensor,
+    weights: SlotWeights,
+    divergence: Divergence = "tv",
+    chunk: int = 512,
+) -> tuple[Tensor, SlotStatistics]:
+    """Weighted cross-entropy plus divergence of the supervised slots, and their statistics.
+
+    Args:
+        hidden_SD: outputs of the draft's final norm, supervised slots only.
+        markov_Sr, w2_Cr: the logits get the bias markov @ w2.T; None where the drafter has no Markov head.
+        draft_head: frozen, cut to the draft vocabulary, in the dtype of `hidden_SD`; target_head: frozen, whole.
+        rows_S: teacher row of each slot, ascending.
+        labels_S: draft id of the label, -1 outside the draft vocabulary (its `ce_S` weight must be 0).
+        divergence: what the second weight multiplies: full L1 in [0, 2], or KL(p_t || p_d) in D, p_t renormalised.
+        chunk: slots whose logits exist at a time; lowered where the vocabulary is large. Results do not depend on it.
+
+    Returns:
+        (scalar fp32 loss, statistics). Zero slots give an exact zero that still carries a graph.
+    """
+    problem = _Problem(draft_head, target_head, teacher, words, rows_S, labels_S, weights, divergence, chunk)
+    loss, ce_S, l1_S, divergence_S, greedy_S = _SlotLoss.apply(hidden_SD, markov_Sr, w2_Cr, problem)
+    return loss, SlotStatistics(ce_S, l1_S, divergence_S, greedy_S)
+
+
+def chunk_bounds(rows_S: Tensor, chunk: int, vocabulary: int) -> list[tuple[int, int]]:
+    """Cut S sorted slots into runs of at most `chunk`, never between two slots of one teacher row (unless one row's
+    slots alone are more), so that no target distribution is needed twice."""
+    limit = max(1, min(chunk, _BUFFER_ELEMENTS // vocabulary))
+    counts = torch.unique_consecutive(rows_S.cpu(), return_counts=True)[1].tolist()
+    bounds, start, end = [], 0, 0
+    for count in counts:
+        if end > start and end + count - start > limit:
+            bounds.append((start, end))
+            start = end
+        end += count
+    return [*bounds, (start, end)] if end > start else bounds
+
+
+@dataclass(frozen=True)
+class _Problem:
+    draft_head: Head
+    target_head: Head
+    teacher: Teacher
+    words: DraftVocabulary | None
+    rows_S: Tensor
+    labels_S: Tensor
+    weights: SlotWeights
+    divergence: Divergence
+    chunk: int
+
+
+class _SlotLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_SD: Tensor, markov_Sr: Tensor | None, w2_Cr: Tensor | None, problem: _Problem) -> Any:
+        sums = _Accumulator(hidden_SD, markov_Sr, w2_Cr, problem, gradients=any(ctx.needs_input_grad))
+        vocabulary = problem.draft_head.weight_VD.shape[0]
+        for start, end in chunk_bounds(problem.rows_S, problem.chunk, vocabulary):
+            sums.add(start, end)
+        ctx.save_for_backward(sums.d_hidden_SD, sums.d_markov_Sr, sums.d_w2_Cr)
+        weights = problem.weights
+        terms = sums.ce_S * weights.ce_S + sums.divergence_S * weights.divergence_S
+        outputs = (terms.sum(), sums.ce_S, sums.l1_S, sums.divergence_S, sums.greedy_S)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, *_ = grads
+        return *(None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors), None
+
+
+class _Accumulator:
+    """Work buffers and running results of one call."""
+
+    def __init__(
+        self, hidden_SD: Tensor, markov_Sr: Tensor | None, w2_Cr: Tensor | None, problem: _Problem, gradients: bool
+    ) -> None:
+        self.hidden_SD, self.markov_Sr, self.w2_Cr, self.problem = hidden_SD, markov_Sr, w2_Cr, problem
+        self.dtype = torch.float64 if hidden_SD.dtype == torch.float64 else torch.float32
+        zeros_4S = hidden_SD.new_zeros((4, hidden_SD.shape[0]), dtype=self.dtype)
+        self.ce_S, self.l1_S, self.divergence_S, self.greedy_S = zeros_4S
+        self.gradients = gradients
+        self.d_hidden_SD = torch.zeros_like(hidden_SD) if gradients else None
+        self.d_markov_Sr = torch.zeros_like(markov_Sr) if gradients and markov_Sr is not None else None
+        self.d_w2_Cr = torch.zeros_like(w2_Cr, dtype=self.dtype) if gradients and w2_Cr is not None else None
+        self.buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, rows: int) -> Tensor:
+        """A [rows, C] view of a work buffer that later chunks reuse: fresh memory is mapped page by page, slowly."""
+        found = self.buffers.get(name)
+        if found is None or found.shape[0] < rows:
+            vocabulary = self.problem.draft_head.weight_VD.shape[0]
+            found = self.buffers[name] = self.hidden_SD.new_empty((rows, vocabulary), dtype=self.dtype)
+        return found[:rows]
+
+    def add(self, start: int, end: int) -> None:
+        """Statistics and gradients of the slots start ... end - 1."""
+        problem, here = self.problem, slice(start, end)
+        kl = problem.divergence == "kl"
+        z_cC, slope_cC = self.logits(here)
+        used_P, law_row_c = torch.unique_consecutive(problem.rows_S[here], return_inverse=True)
+        law = problem.teacher.law(used_P, problem.words, self.dtype, problem.target_head)
+        labels_c1 = problem.labels_S[here].clamp(min=0)[:, None]
+        best_c1 = law.best_P[law_row_c][:, None]
+
+        top_c1 = z_cC.amax(1, keepdim=True)
+        hit_c1 = (z_cC.gather(1, best_c1.clamp(min=0)) >= top_c1) & (best_c1 >= 0)
+        self.greedy_S[here] = hit_c1.squeeze(1).to(self.dtype)
+        label_z_c1 = z_cC.gather(1, labels_c1)
+        p_cC = torch.softmax(z_cC, dim=1, out=self.buffer("p", end - start))
+        lse_c1 = top_c1 - p_cC.amax(1, keepdim=True).log()
+        self.ce_S[here] = (lse_c1 - label_z_c1).squeeze(1)
+
+        difference_cC = law.subtract_from(p_cC, law_row_c, out=self.buffer("difference", end - start) if kl else z_cC)
+        outside_c = law.outside_P[law_row_c]
+        self.l1_S[here] = torch.linalg.vector_norm(difference_cC, ord=1, dim=1) + outside_c
+        self.divergence_S[here] = _kl(p_cC, difference_cC, z_cC, lse_c1, outside_c) if kl else self.l1_S[here]
+        if not self.gradients:
+            return
+        ce_c, weight_c = problem.weights.ce_S[here], problem.weights.divergence_S[here]
+        if kl:
+            ratio_c = weight_c / (1 - outside_c)
+            g_cC = difference_cC.mul_(ratio_c[:, None]).addcmul_(p_cC, (ce_c + weight_c - ratio_c)[:, None])
+        else:
+            s_cC = difference_cC.sign_()
+            mean_c = torch.linalg.vecdot(p_cC, s_cC)
+            g_cC = s_cC.mul_(weight_c[:, None]).add_((ce_c - weight_c * mean_c)[:, None]).mul_(p_cC)
+        g_cC.scatter_add_(1, labels_c1, -ce_c[:, None])
+        self.spread(g_cC, slope_cC, here)
+
+    def logits(self, here: slice) -> tuple[Tensor, Tensor | None]:
+        """Draft logits of a chunk, and where a soft-cap bends the head its slope at every logit."""
+        head = self.problem.draft_head
+        z_cC = head_logits(self.hidden_SD[here], head, self.dtype, out=self.buffer("z", here.stop - here.start))
+        slope_cC = None
+        if head.softcap is not None and self.gradients:
+            slope_cC = self.buffer("slope", here.stop - here.start).copy_(z_cC).div_(head.softcap)
+            slope_cC.square_().neg_().add_(1)
+        if self.markov_Sr is not None and self.w2_Cr is not None:
+            product(self.markov_Sr[here], self.w2_Cr, z_cC, add=True)
+        return z_cC, slope_cC
+
+    def spread(self, g_cC: Tensor, slope_cC: Tensor | None, here: slice) -> None:
+        """Send the gradient of the logits on to the hidden states, the Markov vectors and W2."""
+        narrow = self.hidden_SD.dtype
+        if self.markov_Sr is not None and self.w2_Cr is not None:
+            bias_cC = g_cC.to(narrow)
+            torch.mm(bias_cC, self.w2_Cr, out=self.d_markov_Sr[here])  # type: ignore[index]
+            if narrow == self.dtype:
+                self.d_w2_Cr.addmm_(bias_cC.t(), self.markov_Sr[here])  # type: ignore[union-attr]
+            else:
+                self.d_w2_Cr.add_(bias_cC.t() @ self.markov_Sr[here])  # type: ignore[union-attr]
+        if slope_cC is not None:
+            g_cC.mul_(slope_cC)
+        head = self.problem.draft_head
+        torch.mm(g_cC.to(narrow), head.weight_VD, out=self.d_hidden_SD[here])  # type: ignore[index]
+        if head.scale != 1.0:
+            self.d_hidden_SD[here].mul_(head.scale)  # type: ignore[index]
+
+
+def _kl(p_cC: Tensor, difference_cC: Tensor, z_cC: Tensor, lse_c1: Tensor, outside_c: Tensor) -> Tensor:
+    """KL(p_t || p_d) of a chunk, p_t renormalised over the draft vocabulary (p_d is zero outside it)."""
+    target_cC = (p_cC - difference_cC).clamp_(min=0).div_((1 - outside_c)[:, None])
+    cross_c = lse_c1.squeeze(1) - torch.linalg.vecdot(target_cC, z_cC)
+    return torch.xlogy(target_cC, target_cC).sum(1) + cross_c

@@ -1,0 +1,201 @@
+"""What the target says at a position, over the tokens a drafter may propose (S11, S30).
+
+Three sources give the same thing, a `Law` for a run of teacher rows: cached top-n log-probabilities, cached last hidden
+states that go through the frozen head, or cached full logits. A law over a draft vocabulary D keeps the target's full
+mass in view: what falls outside D is `outside`, so that total variation and c* are those against the whole target.
+
+    P teacher rows   n kept tokens   V target vocabulary   D target width   C draft vocabulary (= V without a table)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen output head, whole or cut to the rows of a draft vocabulary."""
+
+    weight_VD: Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def rows(self, words: DraftVocabulary | None) -> Head:
+        """The same head for the tokens of a draft vocabulary, in draft order."""
+        return self if words is None else replace(self, weight_VD=self.weight_VD.index_select(0, words.ids_C))
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens a drafter may propose (S30): the target id of each draft id, and back (-1 for tokens outside)."""
+
+    ids_C: Tensor
+    t2d_V: Tensor
+
+    @classmethod
+    def of(cls, ids_C: Tensor, vocab_size: int) -> DraftVocabulary:
+        t2d_V = torch.full((vocab_size,), -1, dtype=torch.long, device=ids_C.device)
+        t2d_V[ids_C] = torch.arange(ids_C.numel(), device=ids_C.device)
+        return cls(ids_C.long(), t2d_V)
+
+    @property
+    def size(self) -> int:
+        return int(self.ids_C.numel())
+
+    def labels(self, tokens: Tensor) -> Tensor:
+        """Draft ids of target ids, -1 outside; any shape."""
+        return self.t2d_V[tokens]
+
+
+@dataclass(frozen=True)
+class Law:
+    """p_t on P positions over the draft vocabulary: either dense, or `uniform` everywhere but at the kept tokens.
+
+    Where a kept token has no draft id, `ids` and `probs` repeat another entry of the same row: writing it twice does no
+    harm. `outside` is p_t's mass outside the draft vocabulary; `best` the draft id of its most likely token, or -1.
+    """
+
+    outside_P: Tensor
+    best_P: Tensor
+    dense_PC: Tensor | None = None
+    uniform_P: Tensor | None = None
+    ids_Pn: Tensor | None = None
+    probs_Pn: Tensor | None = None
+
+    def subtract_from(self, p_cC: Tensor, row_c: Tensor, out: Tensor) -> Tensor:
+        """out = p - p_t, where slot c of the chunk reads row `row_c`; in the sparse form p_t itself is never built."""
+        if self.dense_PC is not None:
+            return torch.index_select(self.dense_PC, 0, row_c, out=out).neg_().add_(p_cC)
+        assert self.uniform_P is not None and self.ids_Pn is not None and self.probs_Pn is not None
+        ids_cn = self.ids_Pn[row_c]
+        kept_cn = p_cC.gather(1, ids_cn) - self.probs_Pn[row_c]
+        return torch.sub(p_cC, self.uniform_P[row_c][:, None], out=out).scatter_(1, ids_cn, kept_cn)
+
+
+@dataclass(frozen=True)
+class TopTeacher:
+    """Top-n log-probabilities with the log of the remaining mass, spread evenly over the other V - n tokens (S11)."""
+
+    ids_Pn: Tensor
+    logprobs_Pn: Tensor
+    tail_P: Tensor
+    vocab_size: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.ids_Pn.shape[0])
+
+    def probs(self, rows_P: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(kept probabilities [P, n], probability of each other token [P]), summing to one whatever was rounded."""
+        probs_Pn = self.logprobs_Pn[rows_P].to(dtype).exp()
+        others = self.vocab_size - probs_Pn.shape[1]
+        tail_P = self.tail_P[rows_P].to(dtype).exp() if others else torch.zeros_like(probs_Pn[:, 0])
+        total_P = probs_Pn.sum(1) + tail_P
+        return probs_Pn / total_P[:, None], tail_P / total_P / max(others, 1)
+
+    def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
+        probs_Pn, uniform_P = self.probs(rows_P, dtype)
+        ids_Pn = self.ids_Pn[rows_P].long()
+        best_P = ids_Pn.gather(1, probs_Pn.argmax(1, keepdim=True)).squeeze(1)
+        if words is None:
+            return Law(torch.zeros_like(uniform_P), best_P, None, uniform_P, ids_Pn, probs_Pn)
+        ids_Pn = words.labels(ids_Pn)
+        known_Pn = ids_Pn >= 0
+        inside_P = (probs_Pn * known_Pn).sum(1) + uniform_P * (words.size - known_Pn.sum(1))
+        first_P1 = known_Pn.to(torch.uint8).argmax(1, keepdim=True)
+        some_P1 = known_Pn.any(1, keepdim=True)
+        spare_P1 = torch.where(some_P1, probs_Pn.gather(1, first_P1), uniform_P[:, None])
+        probs_Pn = torch.where(known_Pn, probs_Pn, spare_P1)
+        ids_Pn = torch.where(known_Pn, ids_Pn, ids_Pn.gather(1, first_P1).clamp(min=0))
+        return Law((1 - inside_P).clamp(min=0), words.labels(best_P), None, uniform_P, ids_Pn, probs_Pn)
+
+    def tail_mass(self) -> Tensor:
+        """Mass of the tokens that were not kept, [P]: it bounds the error of 1/2 TV."""
+        return self.tail_P.exp()
+
+    def argmax(self, head: Head) -> Tensor:
+        """The target's most likely token at every row, target ids [P]."""
+        return self.ids_Pn.long().gather(1, self.logprobs_Pn.argmax(1, keepdim=True)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class HiddenTeacher:
+    """Last hidden states after the target's final norm; each row goes through the frozen head once (S11)."""
+
+    hidden_PD: Tensor
+
+    @property
+    def rows(self) -> int:
+        return int(self.hidden_PD.shape[0])
+
+    def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
+        logits_PV = head_logits(self.hidden_PD[rows_P], head, dtype)
+        return _dense(logits_PV, words)
+
+    def argmax(self, head: Head) -> Tensor:
+        parts = self.hidden_PD.split(max(1, 2**24 // head.weight_VD.shape[0]))
+        best = [head_logits(part, head, torch.float32).argmax(1) for part in parts]
+        return torch.cat(best) if best else self.hidden_PD.new_zeros(0, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class FullTeacher:
+    """The target's logits themselves: for small studies only."""
+
+    logits_PV: Tensor
+
+    @property
+    def rows(self) -> int:
+        return int(self.logits_PV.shape[0])
+
+    def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
+        return _dense(self.logits_PV[rows_P].to(dtype), words)
+
+    def argmax(self, head: Head) -> Tensor:
+        return self.logits_PV.argmax(1)
+
+
+Teacher = TopTeacher | HiddenTeacher | FullTeacher
+
+
+def _dense(logits_PV: Tensor, words: DraftVocabulary | None) -> Law:
+    best_P = logits_PV.argmax(1)
+    probs_PV = torch.softmax(logits_PV, dim=1)
+    if words is None:
+        return Law(torch.zeros_like(probs_PV[:, 0]), best_P, probs_PV)
+    inside_PC = probs_PV.index_select(1, words.ids_C)
+    return Law((1 - inside_PC.sum(1)).clamp(min=0), words.labels(best_P), inside_PC)
+
+
+def head_logits(hidden_ND: Tensor, head: Head, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Logits [N, V] in `dtype` (fp32 or fp64), with the head's scale and soft-cap; hidden and head share a dtype.
+
+    A bf16 product is not left with bf16 logits (S15). CUDA writes fp32 results. The CPU has no such product: there the
+    rounded result y is followed by the product minus y, itself rounded, and the two are added in fp32, which keeps
+    16 bits and is still faster than casting to fp32.
+    """
+    weight = head.weight_VD
+    if out is None:
+        out = hidden_ND.new_empty((hidden_ND.shape[0], weight.shape[0]), dtype=dtype)
+    product(hidden_ND, weight, out)
+    if head.scale != 1.0:
+        out.mul_(head.scale)
+    if head.softcap is not None:
+        out.div_(head.softcap).tanh_().mul_(head.softcap)
+    return out
+
+
+def product(a_ND: Tensor, b_VD: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """out = a @ b.T, or out += a @ b.T, with `out` in fp32 or fp64 whatever the dtype of a and b."""
+    if a_ND.dtype == out.dtype:
+        out.addmm_(a_ND, b_VD.t(), beta=1.0 if add else 0.0)
+    elif a_ND.is_cuda:
+        wide = torch.mm(a_ND, b_VD.t(), out_dtype=out.dtype)
+        _ = out.add_(wide) if add else out.copy_(wide)
+    else:
+        rounded = a_ND @ b_VD.t()
+        _ = out.add_(rounded) if add else out.copy_(rounded)
+        out.add_(rounded.addmm_(a_ND, b_VD.t(), beta=-1.0))
