@@ -1,4 +1,4 @@
-"""The command line: `dspark STAGE -c FILE [section.key=value ...]`, also as `python -m pipeline`, and under
+"""The command line: `dspark COMMAND -c FILE [section.key=value ...]`, also as `python -m pipeline`, and under
 `torchrun -m pipeline` or `accelerate launch -m pipeline` with the same arguments.
 
 Exit codes: 0 done, or stopped cleanly (`stopped.json` says why); 1 an unexpected failure; 2 the configuration or the
@@ -9,22 +9,18 @@ command line is wrong; 3 the data is wrong; 4 an artifact is damaged or unfinish
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from pipeline import __version__, progress, stopping
 from pipeline import config as configuration
-from pipeline import progress, stopping
-from pipeline.chain import STAGES
+from pipeline.commands import COMMANDS, OTHER_COMMANDS, STAGE_COMMANDS, Command
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DsparkError, Stopped
 from pipeline.progress import say
-
-# command -> (module:function taking (config, arguments), one line of help)
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("pipeline.operations.run:run", "walk the whole chain, skipping what is finished"),
-}
 
 DEBUG_OVERRIDES = (
     "data.shard_rows=32",
@@ -55,60 +51,87 @@ DEBUG_SOURCE_LIMIT = 64
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn errors into one clear message and an exit code."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    progress.configure(quiet=arguments.quiet)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would deadlock on its threads
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = parse(words)
+        progress.configure(quiet=arguments.quiet)
         config = load_config(arguments)
         stopping.install(stop_after_seconds=arguments.stop_after)
-        dispatch(config, arguments)
+        module, _, function = COMMANDS[arguments.command].call.partition(":")
+        getattr(importlib.import_module(module), function)(config, arguments)
     except Stopped as stop:
         say(f"stopped: {stop}. The same command goes on from here.")
         return stop.exit_code
     except DsparkError as error:
-        say(f"{error}", warning=True)
+        say(str(error), warning=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    stages = "\n".join(f"  {name:10s} {_stage_help(name)}" for name in STAGES)
-    others = "\n".join(f"  {name:10s} {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+# ------------------------------------------------------------------------------------------------ words
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command first, then its own arguments and overrides in any order."""
+    if not words or words[0] in ("-h", "--help"):
+        _overview().print_help()
+        raise SystemExit(0)
+    if words[0] == "--version":
+        say(__version__)
+        raise SystemExit(0)
+    name = words[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
+        raise ConfigError(f"command {name!r}: unknown; {hint}")
+    arguments = _command_parser(name, COMMANDS[name]).parse_intermixed_args(list(words[1:]))
+    arguments.command = name
+    return arguments
+
+
+def _overview() -> argparse.ArgumentParser:
+    def table(commands: dict[str, Command]) -> str:
+        return "\n".join(f"  {name:10s} {command.help}" for name, command in commands.items())
+
+    return argparse.ArgumentParser(
         prog="dspark",
+        usage="dspark COMMAND -c FILE [section.key=value ...]",
         description="Train, calibrate, measure and export drafters for speculative decoding.",
-        epilog=f"stages:\n{stages}\n\nother commands:\n{others}\n\n"
-        "example: dspark run -c configs/debug.yaml train.steps=40\n\n" + (__doc__ or "").split("\n\n")[1],
+        epilog=f"stages:\n{table(STAGE_COMMANDS)}\n\nother commands:\n{table(OTHER_COMMANDS)}\n\n"
+        f"`dspark COMMAND --help` shows a command's options.\n\n{(__doc__ or '').partition('Exit')[1:][0]}"
+        f"{(__doc__ or '').partition('Exit')[2]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=[*STAGES, *COMMANDS], metavar="STAGE|COMMAND")
+
+
+def _command_parser(name: str, command: Command) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"dspark {name}",
+        description=command.help,
+        epilog=f"example: {command.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML run configuration")
+    for flag, text in command.arguments:
+        option, _, metavar = flag.partition("=")
+        if metavar:
+            parser.add_argument(option, metavar=metavar, help=text)
+        elif option.startswith("--"):
+            parser.add_argument(option, action="store_true", help=text)
+        else:
+            parser.add_argument(option, help=text)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the configuration")
     parser.add_argument("--debug", action="store_true", help="small one-device run: prints the overrides it applies")
-    parser.add_argument("--array", metavar="I/N", help="do the I-th of N shares of a sharded stage (Slurm array task)")
+    parser.add_argument("--array", metavar="I/N", help="the I-th of N shares of a sharded stage (Slurm array task)")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop cleanly after this long")
-    parser.add_argument("--quiet", action="store_true", help="only warnings and the final result on the console")
-    parser.add_argument("--json", action="store_true", help="print the command's result as JSON")
-    parser.add_argument("--yes", action="store_true", help="go through with what would only be listed")
+    parser.add_argument("--quiet", action="store_true", help="only warnings and results on the console")
     return parser
 
 
-def _stage_help(name: str) -> str:
-    inputs = {
-        "data": "conversations -> text shards: ids, no duplicates, splits",
-        "answers": "the target answers the prompts",
-        "tokens": "chats -> token ids and loss masks",
-        "targets": "target hidden states and distributions -> webdataset shards",
-        "train": "the drafter, under accelerate, DeepSpeed ZeRO or FSDP2",
-        "calibrate": "STS temperatures of the confidence head",
-        "profile": "SPS: steps per second by batch tokens",
-        "evaluate": "accepted length, acceptance curves, speed; report and plots",
-        "export": "checkpoints that serving engines load",
-    }
-    return inputs[name]
+# ------------------------------------------------------------------------------------------------ configuration
 
 
 def load_config(arguments: argparse.Namespace) -> Config:
@@ -135,16 +158,6 @@ def _check_array(text: str) -> None:
     index, slash, count = text.partition("/")
     if not (slash and index.isdigit() and count.isdigit() and int(index) < int(count)):
         raise ConfigError(f"--array {text}: write I/N with 0 <= I < N, e.g. 0/4")
-
-
-def dispatch(config: Config, arguments: argparse.Namespace) -> None:
-    if arguments.command in STAGES:
-        from pipeline.runner import run_chain
-
-        run_chain(config, [arguments.command])
-        return
-    module, _, function = COMMANDS[arguments.command][0].partition(":")
-    getattr(importlib.import_module(module), function)(config, arguments)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,15 @@ class Artifact:
     def missing(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if self.row(name) is None]
 
+    def forget(self, name: str) -> None:
+        """Drop a shard's row, so that it counts as missing."""
+        self._row_path(name).unlink(missing_ok=True)
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """File name -> {file, bytes, sha256, …} of everything the manifest lists."""
+        manifest = self.manifest()
+        return {fact["file"]: fact for fact in [*manifest["shards"], *manifest["files"]]}
+
     def _row_path(self, name: str) -> Path:
         return self.path / "rows" / f"{name}.json"
 
@@ -244,8 +253,7 @@ class Artifact:
     def check_sizes(self) -> None:
         """Cheap check before use: every file of the manifest is there with its length. Raises ArtifactError."""
         problems = []
-        manifest = self.manifest()
-        for fact in [*manifest["shards"], *manifest["files"]]:
+        for fact in self.facts().values():
             path = self.path / fact["file"]
             if not path.exists():
                 problems.append(f"{path}: missing")
@@ -256,11 +264,10 @@ class Artifact:
 
     def verify(self) -> list[str]:
         """Names of files whose content does not hash to the manifest's value (missing ones included)."""
-        manifest = self.manifest()
         return [
-            fact["file"]
-            for fact in [*manifest["shards"], *manifest["files"]]
-            if not (self.path / fact["file"]).exists() or sha256_file(self.path / fact["file"]) != fact["sha256"]
+            name
+            for name, fact in self.facts().items()
+            if not (self.path / name).exists() or sha256_file(self.path / name) != fact["sha256"]
         ]
 
 

@@ -1,4 +1,4 @@
-"""`dspark run -c FILE`: the whole chain in this process, then one table of what came out."""
+"""`dspark run`: the whole chain in this process, then one table of what came out. `dspark STAGE`: one stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pipeline.progress import rank, say
 from pipeline.runner import run_chain
 
 
-def run(config: Config, arguments: argparse.Namespace) -> None:
+def stage(config: Config, arguments: argparse.Namespace) -> None:
+    run_chain(config, [arguments.command])
+
+
+def chain(config: Config, arguments: argparse.Namespace) -> None:
     artifacts = run_chain(config)
     if rank() == 0:
         from pipeline.operations.summary import summary

@@ -1,0 +1,60 @@
+"""The table of commands: one row each, with its help line, an example, and the function that does it.
+
+Functions are named, not imported: `dspark --help` and every refused configuration cost no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Argument = tuple[str, str]  # name ("text", "--flag" or "--option=METAVAR"), help
+
+
+@dataclass(frozen=True)
+class Command:
+    """`call` is "module:function"; it receives (config, arguments). `arguments` come before the overrides."""
+
+    help: str
+    example: str
+    call: str
+    arguments: tuple[Argument, ...] = ()
+
+
+def _stage(name: str, text: str) -> Command:
+    return Command(text, f"dspark {name} -c configs/debug.yaml", "pipeline.operations.run:stage")
+
+
+STAGE_COMMANDS = {
+    name: _stage(name, text)
+    for name, text in {
+        "data": "conversations -> text shards: stable ids, no duplicates, splits",
+        "answers": "the target answers the prompts",
+        "tokens": "chats -> token ids and loss masks",
+        "targets": "target hidden states and distributions -> webdataset shards",
+        "train": "the drafter, under accelerate, DeepSpeed ZeRO or FSDP2",
+        "calibrate": "STS temperatures of the confidence head",
+        "profile": "SPS: steps per second by batch tokens",
+        "evaluate": "accepted length, acceptance curves, speed; report and plots",
+        "export": "checkpoints that serving engines load",
+    }.items()
+}
+
+OTHER_COMMANDS = {
+    "run": Command(
+        "walk the whole chain, skipping what is finished",
+        "dspark run -c configs/debug.yaml train.steps=40",
+        "pipeline.operations.run:chain",
+    ),
+    "verify": Command(
+        "check every finished artifact's files against the hashes in its manifest",
+        "dspark verify -c configs/debug.yaml",
+        "pipeline.operations.verify:verify",
+    ),
+    "repair": Command(
+        "remove exactly the bad files `verify` finds, and run their stages again",
+        "dspark repair -c configs/debug.yaml",
+        "pipeline.operations.verify:repair",
+    ),
+}
+
+COMMANDS = {**STAGE_COMMANDS, **OTHER_COMMANDS}
