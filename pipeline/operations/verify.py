@@ -13,7 +13,7 @@ from pipeline.runner import run_chain
 
 
 def bad_files(artifacts: dict[str, Artifact]) -> dict[str, list[str]]:
-    """Stage -> files that are missing or do not hash to their manifest's value. Unfinished artifacts are passed over."""
+    """Stage -> files that are missing or do not hash to the manifest's value. Unfinished artifacts are passed over."""
     finished = {name: artifact for name, artifact in artifacts.items() if artifact.complete}
     found: dict[str, list[str]] = {}
     with progress(len(finished), what="verify", unit="artifacts") as bar:
