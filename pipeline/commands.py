@@ -45,6 +45,24 @@ OTHER_COMMANDS = {
         "dspark run -c configs/debug.yaml train.steps=40",
         "pipeline.operations.run:chain",
     ),
+    "status": Command(
+        "what exists, what runs and how far it is, why it stopped",
+        "dspark status -c configs/debug.yaml",
+        "pipeline.operations.status:status",
+        (("--json", "print as JSON"),),
+    ),
+    "lineage": Command(
+        "from an artifact back to the corpus, and forward to what was made from it",
+        "dspark lineage evaluate -c configs/debug.yaml",
+        "pipeline.operations.lineage:lineage",
+        (("artifact", "stage name, fingerprint or folder"), ("--json", "print as JSON")),
+    ),
+    "gc": Command(
+        "list artifacts no experiment refers to, and what deleting them frees",
+        "dspark gc -c configs/debug.yaml",
+        "pipeline.operations.lineage:gc",
+        (("--yes", "delete them"),),
+    ),
     "verify": Command(
         "check every finished artifact's files against the hashes in its manifest",
         "dspark verify -c configs/debug.yaml",

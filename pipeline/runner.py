@@ -16,11 +16,12 @@ from pathlib import Path
 
 from pipeline import chain as chain_table
 from pipeline import preflight, progress, stopping
-from pipeline.artifact import Artifact, write_json
+from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext
 from pipeline.config import Config, dump
 from pipeline.errors import ArtifactError, DsparkError, Stopped
 from pipeline.progress import say
+from pipeline.trace import STOPPED, traced
 
 
 def prepare(config: Config) -> dict[str, Artifact]:
@@ -55,13 +56,12 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
     _make_target(config, name)
     artifact.create(dump(config))
     _link(config, artifact)
-    (artifact.path / "stopped.json").unlink(missing_ok=True)
     if STAGES[name].ranks == "first" and progress.rank() > 0:
         _wait_for(artifact)
         return
     started = time.monotonic()
     say(f"{name}: {artifact.path}")
-    with _tracked(config, name, artifact, inputs) as tracker:
+    with _tracked(config, name, artifact, inputs) as tracker, traced(artifact):
         stage = importlib.import_module(f"pipeline.stages.{name}")
         stage.run(StageContext(config, artifact, inputs, tracker, artifacts))
     if artifact.complete:
@@ -79,8 +79,7 @@ def _tracked(config: Config, name: str, artifact: Artifact, inputs: dict[str, Ar
     tracker = open_tracker(config, name, artifact, inputs=inputs)
     try:
         yield tracker
-    except Stopped as stop:
-        write_json(artifact.path / "stopped.json", {"stage": name, "reason": str(stop), "time": time.time()})
+    except Stopped:
         tracker.close("KILLED")
         raise
     except BaseException:
@@ -88,9 +87,7 @@ def _tracked(config: Config, name: str, artifact: Artifact, inputs: dict[str, Ar
         raise
     if artifact.complete:
         tracker.file(artifact.manifest_path, "")
-        tracker.close("FINISHED")
-    else:
-        tracker.close("FINISHED")
+    tracker.close("FINISHED")
 
 
 def _note_reuse(config: Config, name: str, artifact: Artifact, inputs: dict[str, Artifact]) -> None:
@@ -110,7 +107,7 @@ def _wait_for(artifact: Artifact) -> None:
     """Ranks without work wait for rank 0, so that a launcher does not take them for finished early."""
     while not artifact.complete:
         stopping.check()
-        if (artifact.path / "stopped.json").exists():
+        if (artifact.path / STOPPED).exists():
             raise Stopped("rank 0 stopped")
         time.sleep(0.2)
 

@@ -1,0 +1,127 @@
+"""`dspark lineage ARTIFACT`: from any artifact back to the corpus, and forward to what was made from it.
+`dspark gc`: artifacts no experiment refers to, and what deleting them frees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifact import digest, read_json
+from pipeline.chain import STAGES, resolve
+from pipeline.config import Config
+from pipeline.errors import ArtifactError, ConfigError, DsparkError
+from pipeline.progress import say
+from pipeline.trace import alive
+
+
+def requests(work_dir: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """(stage, fingerprint) -> request, of every artifact folder below a work directory."""
+    found = {}
+    for stage in STAGES:
+        for path in sorted((work_dir / stage).glob("*/request.json")):
+            found[stage, path.parent.name] = dict(read_json(path))
+    return found
+
+
+def lineage(config: Config, arguments: argparse.Namespace) -> None:
+    """ARTIFACT is a stage of this configuration, a fingerprint (a prefix will do), or an artifact's folder."""
+    known = requests(config.work_dir)
+    key = _find(config, arguments.artifact, known)
+    back = [*_back(key, known)]
+    forward = [*_forward(key, known)]
+    if arguments.json:
+        say(json.dumps({"artifact": key, "made_from": back, "made_into": forward}, indent=1))
+        return
+    say(f"{key[0]} {key[1]}  {config.work_dir / key[0] / key[1]}")
+    say("made from:")
+    for depth, (stage, fingerprint), _ in back:
+        say(f"{'  ' * depth}{stage} {fingerprint}{_facts(config.work_dir, known[stage, fingerprint], fingerprint)}")
+    if not back:
+        say("  the sources named in its request.json")
+    say("made into:")
+    for depth, (stage, fingerprint), _ in forward:
+        say(f"{'  ' * depth}{stage} {fingerprint}")
+    if not forward:
+        say("  nothing yet")
+
+
+def _facts(work_dir: Path, request: dict[str, Any], fingerprint: str) -> str:
+    sources = request.get("sources")
+    text = f"  sources {json.dumps(sources)[:120]}" if sources else ""
+    return text if (work_dir / request["stage"] / fingerprint / "manifest.json").exists() else f"{text}  (unfinished)"
+
+
+def _find(config: Config, text: str, known: dict[tuple[str, str], Any]) -> tuple[str, str]:
+    if text in STAGES:
+        chain = resolve(config)
+        if text not in chain:
+            raise ConfigError(f"lineage: stage {text} is off in this configuration")
+        matches = [(text, chain[text].fingerprint)]
+    else:
+        name = Path(text).resolve().name if "/" in text else text
+        matches = [key for key in known if key[1].startswith(name)]
+    if len(matches) != 1 or matches[0] not in known:
+        found = ", ".join(f"{stage} {fingerprint}" for stage, fingerprint in matches) or "none"
+        raise ConfigError(f"lineage: {text!r} should name one artifact below {config.work_dir}; matches: {found}")
+    return matches[0]
+
+
+Step = tuple[int, tuple[str, str], str]
+
+
+def _back(key: tuple[str, str], known: dict[tuple[str, str], Any], depth: int = 1) -> Iterator[Step]:
+    for source in known.get(key, {}).get("inputs", {}).items():
+        yield depth, source, "input"
+        yield from _back(source, known, depth + 1)
+
+
+def _forward(key: tuple[str, str], known: dict[tuple[str, str], Any], depth: int = 1) -> Iterator[Step]:
+    for other, request in known.items():
+        if request.get("inputs", {}).get(key[0]) == key[1]:
+            yield depth, other, "output"
+            yield from _forward(other, known, depth + 1)
+
+
+# ------------------------------------------------------------------------------------------------ gc
+
+
+def gc(config: Config, arguments: argparse.Namespace) -> None:
+    """Lists artifacts that no experiment's link reaches, directly or as an input. Deletes them only with --yes."""
+    known = requests(config.work_dir)
+    kept = _reachable(config.work_dir, known)
+    loose = [key for key in known if key not in kept and not alive(config.work_dir / key[0] / key[1])]
+    total = 0
+    for stage, fingerprint in loose:
+        folder = config.work_dir / stage / fingerprint
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        total += size
+        say(f"{size / 1e6:10.1f} MB  {folder}")
+        if arguments.yes:
+            shutil.rmtree(folder)
+    verb = "freed" if arguments.yes else "would be freed (add --yes to delete)"
+    say(f"{total / 1e6:10.1f} MB  {verb}; {len(loose)} of {len(known)} artifacts are unreferenced")
+
+
+def _reachable(work_dir: Path, known: dict[tuple[str, str], Any]) -> set[tuple[str, str]]:
+    kept: set[tuple[str, str]] = set()
+    for link in (work_dir / "runs").glob("*/*"):
+        if not link.is_symlink():
+            continue
+        folder = link.resolve()
+        key = (folder.parent.name, folder.name)
+        if key not in known:
+            continue
+        if digest(known[key]) != key[1]:
+            raise ArtifactError(f"{folder}: its request does not hash to its name; nothing was deleted")
+        kept.add(key)
+        kept.update(step[1] for step in _back(key, known))
+    if known and not kept:
+        raise DsparkError(
+            f"{work_dir / 'runs'}: no experiment refers to any artifact; refusing to call them all garbage"
+        )
+    return kept

@@ -1,0 +1,83 @@
+"""What a stage run leaves in its folder while it works and when it ends badly, for people and `dspark status`.
+
+    running.json    host, process, Slurm job; its mtime is a heartbeat
+    stopped.json    asked to stop (signal, time limit): batch scripts requeue on it
+    failed.json     the last error, in one line
+
+All three are gone once the stage finishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifact import Artifact, write_json
+from pipeline.errors import Stopped
+from pipeline.progress import rank
+
+HEARTBEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+RUNNING, STOPPED, FAILED = "running.json", "stopped.json", "failed.json"
+
+
+@contextlib.contextmanager
+def traced(artifact: Artifact) -> Iterator[None]:
+    """Keep the traces of one stage run. Endings of any rank are written; the heartbeat is rank 0's."""
+    for name in (STOPPED, FAILED):
+        (artifact.path / name).unlink(missing_ok=True)
+    with _heartbeat(artifact.path / RUNNING) if rank() == 0 else contextlib.nullcontext():
+        try:
+            yield
+        except Stopped as stop:
+            write_json(artifact.path / STOPPED, {**_who(), "stage": artifact.stage, "reason": str(stop)})
+            raise
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the disk may be the reason
+                text = f"{type(error).__name__}: {error}"
+                write_json(artifact.path / FAILED, {**_who(), "stage": artifact.stage, "error": text})
+            raise
+
+
+def _who() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+        "time": time.time(),
+    }
+
+
+@contextlib.contextmanager
+def _heartbeat(path: Path) -> Iterator[None]:
+    write_json(path, _who())
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
+
+def alive(folder: Path) -> bool:
+    """Whether a run in this folder gave a sign of life in the last minute."""
+    try:
+        return time.time() - (folder / RUNNING).stat().st_mtime < STALE_SECONDS
+    except OSError:
+        return False
