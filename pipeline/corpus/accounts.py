@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifact import atomic_path
 from pipeline.corpus.assemble import REMOVALS, Assembly
 from pipeline.corpus.rows import SPLITS
 from pipeline.errors import DataError
@@ -37,6 +40,17 @@ def _reasons(skipped: dict[str, int]) -> str:
     return ", ".join(
         f"{reason} {count}" for reason, count in sorted(skipped.items(), key=lambda item: (-item[1], item))
     )
+
+
+def write_listing(path: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Gather the skips of published shards (`skipped_rows` of their rows) in one file; returns counts by reason."""
+    total: Counter[str] = Counter()
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for row in rows:
+            total.update(row.get("skipped", {}))
+            for entry in row.get("skipped_rows", []):
+                file.write(json.dumps({"shard": row["file"], **entry}, sort_keys=True) + "\n")
+    return dict(sorted(total.items()))
 
 
 def report_of(assembly: Assembly) -> dict[str, Any]:
