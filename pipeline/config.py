@@ -320,8 +320,20 @@ class Export(Section):
 
 class Tracking(Section):
     enabled: bool = execution(True, "MLflow")
-    uri: str | None = execution(None, "tracking server; null is an sqlite store in the work directory")
+    uri: str | None = execution(
+        None, "tracking store; null takes MLFLOW_TRACKING_URI, else an sqlite file in the work directory"
+    )
     artifact_location: str | None = execution(None, "where MLflow keeps artifacts; null beside the store")
+
+    @model_validator(mode="after")
+    def _store(self) -> Tracking:
+        schemes = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+        if self.uri is not None and self.uri.partition(":")[0].partition("+")[0] not in schemes:
+            raise ValueError(
+                "uri: MLflow no longer writes plain folders; use http(s)://host:port, sqlite:////path/to/mlflow.db, "
+                "or leave it out for an sqlite file in the work directory"
+            )
+        return self
 
 
 class Launch(Section):

@@ -1,6 +1,6 @@
-"""Where the sample configs and batch scripts lie: beside the code in a checkout, inside the package once installed.
+"""`shipped("slurm/stage.sbatch")`: where sample configs and batch scripts lie.
 
-    shipped("slurm/stage.sbatch")
+Beside the code in a checkout, inside this package once installed.
 """
 
 from __future__ import annotations
