@@ -29,7 +29,7 @@ def status(config: Config, arguments: argparse.Namespace) -> None:
 
 def describe(artifact: Artifact) -> dict[str, Any]:
     """State (done, running, stopped, failed, partial, absent), a note in words, and the facts behind it."""
-    facts = {
+    facts: dict[str, Any] = {
         "stage": artifact.stage,
         "fingerprint": artifact.fingerprint,
         "path": str(artifact.path),
@@ -58,11 +58,11 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     return {**facts, "state": "absent", "note": "; ".join(_nearest(artifact)) or "nothing of this stage yet"}
 
 
-def _trace(path: Path) -> dict[str, Any] | None:
+def _trace(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path))
     except ArtifactError:
-        return None
+        return {}
 
 
 def _progress(folder: Path, published: int) -> str:

@@ -1,0 +1,116 @@
+"""status, verify, repair, lineage, gc on real artifacts of the data stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.chain import resolve
+from pipeline.config import Config, load
+from pipeline.errors import Stopped
+from pipeline.operations.status import describe
+from pipeline.trace import traced
+
+ROOT = Path(__file__).resolve().parents[3]
+DEBUG = str(ROOT / "configs/debug.yaml")
+
+
+def words(work_dir: Path) -> list[str]:
+    return ["-c", DEBUG, f"work_dir={work_dir}", "tracking.enabled=false"]
+
+
+def config(work_dir: Path, *overrides: str) -> Config:
+    return load(DEBUG, [f"work_dir={work_dir}", *overrides])
+
+
+@pytest.fixture
+def data(work_dir: Path) -> Path:
+    """A work directory with a finished data stage; returns the artifact's folder."""
+    assert main(["data", *words(work_dir)]) == 0
+    return resolve(config(work_dir))["data"].path
+
+
+def flip(path: Path, at: int = 10) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_verify_names_the_bad_file_and_repair_restores_it(
+    work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = data / "train-00000.jsonl"
+    good, other = shard.read_bytes(), (data / "calibration-00000.jsonl").stat().st_mtime_ns
+    assert main(["verify", *words(work_dir)]) == 0
+    flip(shard)
+    assert main(["verify", *words(work_dir)]) == 4
+    assert "train-00000.jsonl: damaged" in capsys.readouterr().err
+    assert main(["repair", *words(work_dir)]) == 0
+    assert shard.read_bytes() == good
+    assert (data / "calibration-00000.jsonl").stat().st_mtime_ns == other, "good shards are kept"
+    assert main(["verify", *words(work_dir)]) == 0
+
+
+def test_status_says_what_exists_and_which_field_differs(
+    work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["status", *words(work_dir), "--json"]) == 0
+    rows = {row["stage"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["data"]["state"] == "done"
+    assert rows["data"]["path"] == str(data)
+    assert rows["train"]["state"] == "absent"
+    assert main(["status", *words(work_dir), "data.shard_rows=7", "--json"]) == 0
+    rows = {row["stage"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["data"]["state"] == "absent"
+    assert "data.shard_rows (48 there, 7 here)" in rows["data"]["note"]
+
+
+def test_status_tells_running_failed_and_stopped_apart(work_dir: Path) -> None:
+    artifact = resolve(config(work_dir))["tokens"]
+    artifact.create()
+    assert describe(artifact)["state"] == "partial"
+    with pytest.raises(ValueError, match="boom"), traced(artifact):
+        assert describe(artifact)["state"] == "running"
+        raise ValueError("boom")
+    assert describe(artifact)["state"] == "failed"
+    assert "boom" in describe(artifact)["note"]
+    with pytest.raises(Stopped), traced(artifact):
+        raise Stopped("signal SIGUSR1")
+    assert describe(artifact)["state"] == "stopped"
+    assert "SIGUSR1" in describe(artifact)["note"]
+
+
+def test_lineage_leads_back_to_the_sources_and_forward_to_what_was_made(
+    work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chain = resolve(config(work_dir))
+    for name in ("answers", "tokens"):
+        chain[name].create()
+    capsys.readouterr()
+    assert main(["lineage", "tokens", *words(work_dir), "--json"]) == 0
+    back = json.loads(capsys.readouterr().out)["made_from"]
+    assert [item[1][0] for item in back] == ["answers", "data"]
+    assert main(["lineage", data.name[:6], *words(work_dir), "--json"]) == 0
+    forward = json.loads(capsys.readouterr().out)["made_into"]
+    assert [item[1] for item in forward] == [
+        ["answers", chain["answers"].fingerprint],
+        ["tokens", chain["tokens"].fingerprint],
+    ]
+    assert main(["lineage", "nothing", *words(work_dir)]) == 2
+
+
+def test_gc_lists_and_deletes_only_what_no_experiment_reaches(
+    work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loose = resolve(config(work_dir, "data.shard_rows=7"))["data"]
+    loose.create()
+    assert main(["gc", *words(work_dir)]) == 0
+    assert "1 of 2 artifacts are unreferenced" in capsys.readouterr().out
+    assert loose.path.exists()
+    assert main(["gc", *words(work_dir), "--yes"]) == 0
+    assert not loose.path.exists()
+    assert data.exists()
