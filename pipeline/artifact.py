@@ -16,13 +16,8 @@ temporary name, fsync, rename; publishing the same shard twice is harmless. Impo
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import importlib.metadata
-import json
-import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,87 +25,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ArtifactError, StorageError
+from pipeline.errors import ArtifactError
+from pipeline.files import atomic_path, canonical, digest, fsync_dir, read_json, sha256_file, write_json
 
 FORMAT = 1
-_BLOCK = 1 << 20
 
-
-def canonical(value: Any) -> bytes:
-    """JSON bytes that are equal exactly when the values are."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def digest(value: Any, length: int = 12) -> str:
-    return hashlib.sha256(canonical(value)).hexdigest()[:length]
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync_dir(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """Yield a temporary path in a hidden folder beside `target`; publish it (fsync, rename) if the block succeeds.
-
-    The temporary path may be written as a file or as a folder. A full disk becomes `StorageError`, and whatever stood
-    at `target` before is still there.
-    """
-    temporary = target.parent / ".tmp" / f"{socket.gethostname()}.{os.getpid()}.{target.name}"
-    try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
-        yield temporary
-        for path in [temporary, *temporary.rglob("*")] if temporary.is_dir() else [temporary]:
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        if target.is_dir():
-            shutil.rmtree(target)
-        temporary.replace(target)
-        fsync_dir(target.parent)
-    except OSError as error:
-        _remove(temporary)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise StorageError(
-                f"{target}: cannot be written ({error.strerror}). Finished files are intact: free space and run the "
-                "same command again."
-            ) from error
-        raise
-    except BaseException:
-        _remove(temporary)
-        raise
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not valid JSON ({error}); the file was cut or edited") from error
+__all__ = [
+    "FORMAT",
+    "Artifact",
+    "Shard",
+    "atomic_path",
+    "canonical",
+    "digest",
+    "fsync_dir",
+    "git_revision",
+    "read_json",
+    "sha256_file",
+    "versions",
+    "write_json",
+]
 
 
 @dataclass
