@@ -1,0 +1,77 @@
+"""`answers`: the same prompts, answered by the target itself (the paper's recipe).
+
+    dspark answers -c FILE
+
+In process, or through any OpenAI-compatible server: that path imports neither torch nor transformers. Multi-turn
+conversations are played turn by turn. One output shard per text shard of the train split, under the same name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.artifact import Artifact
+from pipeline.chain import StageContext, share
+from pipeline.corpus.accounts import check_share, write_listing
+from pipeline.corpus.dialogue import expected_answers
+from pipeline.corpus.rows import Row, read_rows, shards_of
+from pipeline.errors import DataError
+from pipeline.progress import Bar, progress, say
+
+
+class Answerer(Protocol):
+    """Answers a shard's rows, writes them to a path, and returns the shard's facts."""
+
+    def write(self, rows: list[Row], path: Path, bar: Bar) -> dict[str, Any]: ...
+
+
+def run(context: StageContext) -> None:
+    """Publish this process's answered shards; the process that finds all of them there writes the manifest.
+
+    Raises DataError when more than `answers.max_skip_fraction` of the rows got no answer.
+    """
+    config, artifact = context.config, context.artifact
+    source = context.inputs["data"]
+    names = shards_of(source.manifest(), "train")
+    missing = artifact.missing(names)
+    mine = missing if config.target.tensor_parallel else share(missing)
+    if mine:
+        answerer = _answerer(context)
+        total = sum(expected_answers(row) for name in mine for row in read_rows(source.path / name))
+        with progress(total, what="answers", unit="answers") as bar:
+            for name in mine:
+                rows = list(read_rows(source.path / name))
+                with artifact.shard(name) as shard:
+                    shard.row.update(answerer.write(rows, shard.path, bar), rows=len(rows))
+    if not artifact.missing(names):
+        _finish(context, artifact, names)
+
+
+def _answerer(context: StageContext) -> Answerer:
+    if context.config.answers.backend == "local":
+        from pipeline.decoding.answering import LocalAnswers
+
+        return LocalAnswers(context.config, str(context.target_path))
+    from pipeline.corpus.server import ServerAnswers
+
+    return ServerAnswers(context.config, context.artifact.path / "journal")
+
+
+def _finish(context: StageContext, artifact: Artifact, names: list[str]) -> None:
+    rows = [artifact.row(name) or {} for name in names]
+    listing = artifact.path / "skipped.jsonl"
+    skipped = write_listing(listing, rows)
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons.update(row["finish_reasons"])
+    total = sum(row["rows"] for row in rows)
+    limit = context.config.answers.max_skip_fraction
+    check_share(skipped, total=total, limit=limit, setting="answers.max_skip_fraction", listing=listing)
+    if not sum(row["samples"] for row in rows):
+        raise DataError(f"answers: none of {total} conversations was answered: {skipped}; {listing} names them")
+    artifact.finish(names, ["skipped.jsonl"], rows=total, finish_reasons=dict(sorted(reasons.items())))
+    cut = reasons["length"] / max(sum(reasons.values()), 1)
+    say(f"answers: {sum(reasons.values())} to {total} conversations, {cut:.0%} cut at the length limit"
+        + (f"; left out: {skipped}" if skipped else ""))  # fmt: skip
