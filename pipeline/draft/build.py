@@ -1,0 +1,47 @@
+"""Build a drafter from its configuration, with weights that depend on nothing but the seed.
+
+drafter = build_drafter(config, seed=0, token_ids=vocabulary.token_ids)
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.draft.block import BlockDrafter
+from pipeline.draft.config import BLOCK_KINDS, DraftConfig
+from pipeline.draft.interface import Drafter
+
+INIT_STD = 0.02  # of every matrix; norms start at one, biases at zero
+
+
+def build_drafter(config: DraftConfig, *, seed: int, token_ids: Tensor | None = None) -> Drafter:
+    """A drafter on the CPU in fp32, randomly initialised.
+
+    Each parameter draws from its own generator, seeded by (seed, its name): adding a head leaves the others' start
+    unchanged, so two drafters that differ in one head can be compared. `token_ids` [|D|] is the draft vocabulary.
+    """
+    drafter = empty_drafter(config, token_ids)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            _initialise(name, parameter, seed)
+    return drafter
+
+
+def empty_drafter(config: DraftConfig, token_ids: Tensor | None = None) -> Drafter:
+    """The modules, with whatever weights they are born with (for loading a checkpoint)."""
+    if config.kind in BLOCK_KINDS:
+        return BlockDrafter(config, token_ids)
+    raise NotImplementedError(config.kind)
+
+
+def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
+    if name.endswith(".bias"):
+        parameter.zero_()
+    elif parameter.ndim == 1:
+        parameter.fill_(1.0)
+    else:
+        generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        parameter.normal_(0.0, INIT_STD, generator=generator)
