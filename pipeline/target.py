@@ -11,6 +11,7 @@ norm (S11).
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,23 @@ from pipeline.errors import ConfigError
 from pipeline.frozen import Frozen, frozen_parts, load_frozen, text_config
 from pipeline.preflight import check_layers, default_layers
 
-__all__ = ["Frozen", "Target", "TargetOutput", "check_layers", "default_layers", "load_frozen", "text_config"]
+__all__ = [
+    "Frozen",
+    "Target",
+    "TargetOutput",
+    "check_layers",
+    "default_layers",
+    "load_frozen",
+    "pick_device",
+    "text_config",
+]
+
+
+def pick_device() -> torch.device:
+    """This process's accelerator (by LOCAL_RANK), or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,7 @@ class Target:
         frozen = None
         if spread:  # weights may be split or off-loaded: read the shared parts on their own
             frozen = load_frozen(path, dtype=dtype, device=device, **options)
-        return cls(model if spread else model.to(device), layers=layers, frozen=frozen)
+        return cls(model if spread else nn.Module.to(model, device), layers=layers, frozen=frozen)
 
     @property
     def hidden_size(self) -> int:
@@ -96,7 +113,8 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where ids go in."""
-        return self.decoder.get_input_embeddings().weight.device
+        device: torch.device = self.decoder.get_input_embeddings().weight.device
+        return device
 
     def _tap(self, layer: int) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:

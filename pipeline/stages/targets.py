@@ -1,0 +1,148 @@
+"""`targets`: the frozen target reads every token row once; its hidden states and distributions become shards.
+
+    dspark targets -c FILE
+
+One token shard is one unit of work: taken by any rank or array task, published whole. Killed anywhere, the same command
+goes on from the shards that exist. Cost: one target forward per token, and `dspark plan` says how many bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pipeline import stopping
+from pipeline.chain import StageContext, share
+from pipeline.corpus.tokens import read_tokens
+from pipeline.errors import DataError
+from pipeline.progress import Bar, progress, rank, say
+from pipeline.shards.builder import Builder
+from pipeline.shards.calibration import RMS_FILE, shared_channel_rms
+from pipeline.shards.layout import CONVENTION, Spec
+from pipeline.shards.plan import estimate, refuse_without_space
+from pipeline.target import Target, default_layers, pick_device, text_config
+
+
+def run(context: StageContext) -> None:
+    """Publish this process's missing target shards; whoever finds all of them present writes the manifest.
+
+    Raises StorageError when the disk cannot hold what is missing, DataError when too many rows are not finite.
+    """
+    artifact, tokens = context.artifact, context.inputs["tokens"]
+    tokens.check_sizes()
+    sources = [str(fact["file"]) for fact in tokens.manifest()["shards"]]
+    names = [shard_name(source) for source in sources]
+    layers, spec = describe(context)
+    together = context.config.target.tensor_parallel
+    mine = artifact.missing(names if together else share(names))
+    if mine:
+        missing = [tokens.row(sources[names.index(name)]) or {} for name in artifact.missing(names)]
+        counts = {key: sum(row[key] for row in missing) for key in ("samples", "tokens", "supervised")}
+        needed = estimate(spec, counts["samples"], counts["tokens"], counts["supervised"], shards=len(missing))
+        refuse_without_space(artifact.path, needed)
+        _build(context, layers, spec, [(names.index(name), sources[names.index(name)]) for name in mine])
+    if not artifact.missing(names):
+        _finish(context, layers, spec, names)
+
+
+def shard_name(source: str) -> str:
+    """train-00003.parquet -> train-00003.tar"""
+    return source.removesuffix(".parquet") + ".tar"
+
+
+def describe(context: StageContext) -> tuple[tuple[int, ...], Spec]:
+    """Tapped layers and storage format, from the configuration and the target's config.json alone."""
+    config = context.config
+    target = text_config(
+        str(context.target_path),
+        revision=config.target.revision,
+        trust_remote_code=config.target.trust_remote_code,
+    )
+    layers = config.targets.layers or default_layers(target.num_hidden_layers)
+    return layers, Spec(
+        taps=config.targets.taps,
+        logits=config.targets.logits,
+        topk=config.targets.topk,
+        positions=config.targets.positions,
+        num_taps=len(layers),
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        channel_rms=config.targets.channel_rms,
+        dtype=config.targets.dtype,
+    )
+
+
+def _build(context: StageContext, layers: Sequence[int], spec: Spec, work: Sequence[tuple[int, str]]) -> None:
+    config, artifact, folder = context.config, context.artifact, context.inputs["tokens"].path
+    target = Target.load(
+        str(context.target_path),
+        layers=layers,
+        dtype=getattr(torch, config.targets.dtype),
+        device=pick_device(),
+        attention=config.target.attention,
+        revision=config.target.revision,
+        trust_remote_code=config.target.trust_remote_code,
+        device_map=config.target.device_map,
+        tensor_parallel=config.target.tensor_parallel,
+    )
+    target.check()
+    rms = None
+    if spec.channel_rms:
+        first = context.inputs["tokens"].manifest()["shards"][0]["file"]  # the same sample on every rank
+        rms = shared_channel_rms(artifact.path, target, read_tokens(folder / first))
+    tokens = {source: int((context.inputs["tokens"].row(source) or {})["tokens"]) for _, source in work}
+    write = not config.target.tensor_parallel or rank() == 0
+    with (
+        progress(sum(tokens.values()), what="targets", unit="tokens") as bar,
+        Builder(target, spec, batch_tokens=config.targets.batch_tokens, channel_rms_LD=rms, write=write) as builder,
+    ):
+        started = time.monotonic()
+        for number, source in work:
+            _check_stop(config.target.tensor_parallel)
+            rows = list(read_tokens(folder / source))
+            builder.build(artifact, shard_name(source), shard=number, rows=rows, advance=_shown(bar, started))
+
+
+def _check_stop(together: bool) -> None:
+    """Stop between shards. Ranks that share each forward agree first: one leaving alone would hang the others."""
+    if together:
+        asked = torch.tensor([int(stopping.requested() is not None)], device=pick_device())
+        torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        if asked.item():
+            stopping.request("another rank was asked to stop")
+    stopping.check()
+
+
+def _shown(bar: Bar, started: float) -> Callable[[int], None]:
+    def advance(tokens: int) -> None:
+        bar.advance(tokens, tokens_per_second=(bar.done + tokens) / (time.monotonic() - started))
+
+    return advance
+
+
+def _finish(context: StageContext, layers: Sequence[int], spec: Spec, names: Sequence[str]) -> None:
+    artifact, config = context.artifact, context.config
+    rows = [artifact.row(name) or {} for name in names]
+    samples = sum(row["samples"] for row in rows)
+    bad = sum(row.get("skipped", {}).get("not_finite", 0) for row in rows)
+    if bad > config.targets.max_skip_fraction * (samples + bad):
+        raise DataError(
+            f"targets: {bad} of {samples + bad} rows have states or logits that are not finite, more than "
+            f"targets.max_skip_fraction = {config.targets.max_skip_fraction}; their ids are in {artifact.path / 'rows'}"
+        )
+    summary = {
+        **spec.summary(),
+        "layers": list(layers),
+        "layer_convention": CONVENTION,
+        "post_norm": True,
+        "samples": samples,
+        "tokens": sum(sum(row["index"]["tokens"]) for row in rows),
+        "supervised": sum(sum(row["index"]["supervised"]) for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+    }
+    template = context.inputs["tokens"].manifest().get("template")
+    artifact.finish(names, [RMS_FILE] if spec.channel_rms else [], targets=summary, template=template)
+    per_token = summary["bytes"] / max(summary["tokens"], 1)
+    say(f"targets: {samples} rows, {summary['tokens']} tokens, {per_token:.0f} bytes per token on disk")
