@@ -178,6 +178,8 @@ class Targets(Section):
     def _rolling(self) -> Targets:
         if self.mode == "rolling" and self.max_bytes is None:
             raise ValueError("targets.mode rolling needs targets.max_bytes")
+        if self.channel_rms and self.taps not in ("int4", "int3", "int2"):
+            raise ValueError(f"targets.channel_rms has no effect on taps {self.taps}: it goes with int4, int3 and int2")
         return self
 
 
