@@ -85,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint folder. Raises ArtifactError on damage, and on a tensor stored twice or misplaced."""
+    """Every tensor of a checkpoint folder. Raises ArtifactError on damage, and on one stored twice or misplaced."""
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     for path in weight_files(folder):

@@ -23,8 +23,8 @@ def push(
 ) -> str:
     """Create `repository` (owner/name) when it does not exist and upload `folder` in one commit; returns its address.
 
-    The folder must be an unchanged export: what is uploaded is what was checked. `token` defaults to the hub client's own
-    sources (HF_TOKEN, its login file); it is never printed.
+    The folder must be an unchanged export: what is uploaded is what was checked. `token` defaults to the hub client's
+    own sources (HF_TOKEN, its login file); it is never printed.
 
     Raises:
         ArtifactError: the folder is no export, or was changed since.

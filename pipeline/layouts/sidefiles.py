@@ -25,7 +25,7 @@ def sts_file(calibration: Mapping[str, Any], *, block_size: int, where: str) -> 
     """The STS file of an export from a calibration file (`sts-T<t>.json` of the calibrate stage).
 
     Args:
-        calibration: holds at least `temperatures`, one divisor of the confidence logit per slot: conf = sigmoid(logit / t).
+        calibration: holds at least `temperatures`, one divisor per slot: confidence = sigmoid(logit / t).
         block_size: slots that predict (K); the list must be as long.
         where: file named in errors.
     Raises:

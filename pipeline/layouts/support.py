@@ -1,7 +1,7 @@
 """Which layout can carry which drafter, and which engine serves it. Imports no torch: a config can be refused early.
 
-An engine that cannot serve a drafter rarely says so: vLLM ignores `markov_head_type`, DFlash readers take any block size.
-So the table stands here, with a reason for every refusal.
+An engine that cannot serve a drafter rarely says so: vLLM ignores `markov_head_type`, DFlash readers take any block
+size. So the table stands here, with a reason for every refusal.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Facts:
 
     `markov` is none, vanilla, gated or rnn; `vocabulary` whether it has a draft vocabulary (S30); `scaled` whether the
     target scales embeddings or logits, which no engine repeats for a foreign drafter; `target_type` its model_type.
+    `activation` is the drafter's own.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class Facts:
     vocabulary: bool
     taps: bool = True
     scaled: bool = False
+    activation: str = "silu"
     target_type: str = "qwen3"
 
     @property
@@ -40,8 +42,8 @@ class Facts:
         return "fill_in" if self.kind == "dflash" and self.layout == "fill_in" else self.kind
 
 
-def facts_of(draft: run.Draft, *, target_type: str, scaled: bool = False) -> Facts:
-    """Facts of a configuration, before anything is trained."""
+def facts_of(draft: run.Draft, *, target_type: str, activation: str = "silu", scaled: bool = False) -> Facts:
+    """Facts of a configuration, before anything is trained; `activation` is the target's."""
     return Facts(
         kind=draft.kind,
         layout=draft.layout,
@@ -49,6 +51,7 @@ def facts_of(draft: run.Draft, *, target_type: str, scaled: bool = False) -> Fac
         vocabulary=draft.vocabulary is not None,
         taps=draft.taps,
         scaled=scaled,
+        activation=draft.activation or activation,
         target_type=target_type,
     )
 
@@ -99,6 +102,8 @@ def engine_problem(engine: str, layout: str, facts: Facts) -> str | None:
         return f"does not read the {layout} layout"
     if engine in ("vllm", "llama.cpp") and facts.markov in ("gated", "rnn"):
         return f"serves the vanilla Markov head only, this one is {facts.markov}"
+    if facts.activation != "silu" and engine in ("vllm", "sglang", "llama.cpp"):
+        return f"builds its draft layers with silu only, this one has {facts.activation} (set draft.activation: silu)"
     if facts.vocabulary and engine not in ("vllm", "speculators") and layout != "eagle3":
         return "serves DSpark drafters over the target's whole vocabulary only"
     if facts.scaled and engine not in ("vllm", "deepspec", "speculators"):
