@@ -111,7 +111,9 @@ class _Batch:
         self.active: list[_Row | None] = []
         if engine.drafter is not None and rows:
             longest = max(len(row.prompt) + row.limit for row in rows) + engine.block_size + 1
-            engine.state = engine.drafter.start(slots, longest, self.device, engine.target.frozen.head_VD.dtype)
+            engine.state = engine.drafter.start(
+                slots, longest, device=self.device, dtype=engine.target.frozen.head_VD.dtype
+            )
 
     def run(self) -> None:
         while self.queue or any(self.active):
@@ -145,7 +147,7 @@ class _Batch:
             hole = self.active.index(None)
             self.engine.cache.move(len(self.active), hole, last.position)
             if self.engine.drafter is not None:
-                self.engine.drafter.move(self.engine.state, len(self.active), hole)
+                self.engine.state.move(len(self.active), hole)
             self.active[hole] = last
 
     def _prefill(self, group: Sequence[tuple[int, _Row]]) -> None:
@@ -163,9 +165,11 @@ class _Batch:
             index = torch.arange(len(rows), device=self.device)
             logits_BV = engine.target.frozen.logits(seen.last_hidden_BTD[index, lengths_B - 1])
             if engine.drafter is not None:
+                engine.state.lengths_B[slots_B] = 0
                 engine.drafter.observe(
-                    engine.state, seen.taps_BTLD, seen.last_hidden_BTD, ids_BT, positions_BT, lengths_B, slots_B
-                )
+                    engine.state, seen.taps_BTLD, seen.last_hidden_BTD, ids_BT, positions_BT, lengths_B,
+                    rows_B=slots_B, frozen=engine.target.frozen,
+                )  # fmt: skip
             seeds_B = torch.tensor([row.seed for row in rows], device=self.device)
             final_B = uniforms(seeds_B, lengths_B - 1, 1)[:, 0]
             nothing = Drafted(ids_BT[:, :0])

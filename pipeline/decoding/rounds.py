@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.randoms import uniforms
-from pipeline.speculative.verify import Drafted, Law, verify
+from pipeline.speculative.verify import Drafted, Law, draw, verify
 
 
 class Policy(Protocol):
@@ -82,8 +82,6 @@ class Sampler:
 
     def __call__(self, logits_BV: Tensor, slot: int) -> tuple[Tensor, Tensor | None]:
         """Tokens [B] in the vocabulary of the logits, and the fp32 law [B, V] they came from (None when greedy)."""
-        from pipeline.speculative.verify import draw
-
         if self.law.greedy:
             return logits_BV.argmax(-1), None
         probs_BV = self.law.probs(logits_BV)
@@ -130,19 +128,18 @@ class Engine:
         if self.drafter is not None:
             with clock.part("draft"):
                 kept_B = 1 + verdict.accepted_B
-                self.drafter.observe(self.state, seen.taps_BTLD, seen.last_hidden_BTD, ids_BT, positions_BT, kept_B)
+                self.drafter.observe(
+                    self.state, seen.taps_BTLD, seen.last_hidden_BTD, ids_BT, positions_BT, kept_B,
+                    frozen=self.target.frozen,
+                )  # fmt: skip
         return Outcome(drafted.tokens_BK, lengths_B, verdict.accepted_B, verdict.token_B, confidence_BK)
 
     def _propose(self, rows: Rows, uniforms_BK: Tensor) -> tuple[Drafted, Tensor | None]:
         if self.drafter is None:
             return Drafted(rows.anchors_B.new_empty(len(rows.anchors_B), 0)), None
         sampler = Sampler(self.law, uniforms_BK)
-        proposal = self.drafter.propose(
-            self.state, rows.anchors_B, rows.positions_B, sampler, self.target.frozen
-        )
-        offsets_D = self.drafter.d2t
-        vocabulary_D = None if offsets_D is None else offsets_D + torch.arange(len(offsets_D), device=offsets_D.device)
-        drafted = Drafted(proposal.tokens_BK, proposal.probs_BKV, getattr(proposal, "draft_ids_BK", None), vocabulary_D)
+        proposal = self.drafter.propose(self.state, rows.anchors_B, rows.positions_B, sampler, self.target.frozen)
+        drafted = Drafted(proposal.tokens_BK, proposal.probs_BKV, self.drafter.rows)
         return drafted, proposal.confidence_BK
 
 

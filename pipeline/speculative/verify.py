@@ -29,7 +29,9 @@ class Law:
     def probs(self, logits_NV: Tensor) -> Tensor:
         """fp32 probabilities [N, V] that sum to one; one-hot argmax when greedy (first of equal maxima)."""
         if self.greedy:
-            return torch.zeros_like(logits_NV, dtype=torch.float32).scatter_(-1, logits_NV.argmax(-1, keepdim=True), 1.0)
+            return torch.zeros_like(logits_NV, dtype=torch.float32).scatter_(
+                -1, logits_NV.argmax(-1, keepdim=True), 1.0
+            )
         scaled = logits_NV.float() / self.temperature if self.temperature != 1.0 else logits_NV.float()
         if 0 < self.top_k < logits_NV.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
@@ -64,20 +66,21 @@ class Drafted:
     """A block of proposals per row.
 
     tokens_BK: target ids. probs_BKD: fp32 draft law of each slot over the draft vocabulary, None for a proposal that
-    was certain (greedy drafts, prompt lookup). draft_ids_BK: the tokens' rows in that vocabulary. vocabulary_D: the
-    target id of each draft row (S30), None when both vocabularies are one.
+    was certain (greedy drafts, prompt lookup). vocabulary_D: the target id of each draft row, rising (S30); None when
+    both vocabularies are one.
     """
 
     tokens_BK: Tensor
     probs_BKD: Tensor | None = None
-    draft_ids_BK: Tensor | None = None
     vocabulary_D: Tensor | None = None
 
     def chance_BK(self) -> Tensor:
         """p_d of the proposed tokens."""
         if self.probs_BKD is None:
             return torch.ones_like(self.tokens_BK, dtype=torch.float32)
-        ids = self.tokens_BK if self.draft_ids_BK is None else self.draft_ids_BK
+        ids = self.tokens_BK
+        if self.vocabulary_D is not None:
+            ids = torch.searchsorted(self.vocabulary_D, ids)
         return self.probs_BKD.gather(-1, ids[..., None])[..., 0]
 
     def subtract_from(self, probs_BV: Tensor, slots_B: Tensor) -> Tensor:
