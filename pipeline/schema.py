@@ -305,10 +305,14 @@ class Export(Section):
     layouts: tuple[Literal["deepspec", "speculators", "specforge", "dflash", "eagle3", "mtp"], ...] = result(
         ("deepspec",), "published layouts to write", min_length=1
     )
+    engines: tuple[Literal["vllm", "sglang", "llama.cpp", "deepspec", "speculators", "specforge"], ...] = result(
+        (), "engines one of the layouts must be servable by; refused before anything is written otherwise"
+    )
     dtype: Dtype = result("bfloat16", "stored dtype")
     include_target_tensors: bool = result(False, "add the target's embedding and head")
     temperature: NonNegative = result(1.0, "whose STS file ships")
     max_shard_bytes: Count = result(5_000_000_000, "larger exports are split")
+    license: str | None = result(None, "licence named in the model card; null: that of the target and the data")
 
 
 class Tracking(Section):
