@@ -10,10 +10,19 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from pipeline.draft.autoregressive import MTP, Eagle3
 from pipeline.draft.block import BlockDrafter
-from pipeline.draft.config import BLOCK_KINDS, DraftConfig
+from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Drafter
+from pipeline.draft.medusa import Medusa
 
+FAMILY: dict[str, type[Drafter]] = {
+    "dspark": BlockDrafter,
+    "dflash": BlockDrafter,
+    "eagle3": Eagle3,
+    "mtp": MTP,
+    "medusa": Medusa,
+}
 INIT_STD = 0.02  # of every matrix; norms start at one, biases at zero
 
 
@@ -32,9 +41,7 @@ def build_drafter(config: DraftConfig, *, seed: int, token_ids: Tensor | None = 
 
 def empty_drafter(config: DraftConfig, token_ids: Tensor | None = None) -> Drafter:
     """The modules, with whatever weights they are born with (for loading a checkpoint)."""
-    if config.kind in BLOCK_KINDS:
-        return BlockDrafter(config, token_ids)
-    raise NotImplementedError(config.kind)
+    return FAMILY[config.kind](config, token_ids)
 
 
 def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:

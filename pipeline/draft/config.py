@@ -151,6 +151,8 @@ def _family(config: DraftConfig) -> list[str]:
         found.append("the fill-in layout has no Markov head")
     if config.kind == "eagle3" and not config.taps:
         found.append("kind eagle3 needs taps: its drafting state starts from them")
+    if config.uses_last_hidden and not config.taps:
+        found.append(f"kind {config.kind} reads the last hidden state, never taps: taps false would change nothing")
     return found
 
 

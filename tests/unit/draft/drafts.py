@@ -48,6 +48,10 @@ FAMILY: dict[str, dict[str, Any]] = {
     "dspark-no-taps": {"taps": False, "target_layer_ids": []},
     "dflash": {"kind": "dflash", "markov": "none", "markov_rank": 0},
     "dflash-fill-in": {"kind": "dflash", "markov": "none", "markov_rank": 0, "layout": "fill_in"},
+    "eagle3": {"kind": "eagle3", "markov": "none", "markov_rank": 0, "layers": 1, "mask_token_id": None},
+    "eagle3-reduced": {"kind": "eagle3", "markov": "none", "markov_rank": 0, "layers": 1, "draft_vocab_size": 12},
+    "mtp": {"kind": "mtp", "markov": "none", "markov_rank": 0, "layers": 1, "mask_token_id": None},
+    "medusa": {"kind": "medusa", "markov": "none", "markov_rank": 0, "layers": 1, "mask_token_id": None},
 }
 
 
