@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,35 @@ def write_listing(path: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def report_of(assembly: Assembly) -> dict[str, Any]:
-    """Rows in and out by source and split, and skips by reason: in = out + skipped."""
+def report_of(assembly: Assembly, listing: Path, *, too_short: dict[str, int] | None = None) -> dict[str, Any]:
+    """Rows in and out, and what was left out by reason, source and prompt set: in = out + skipped.
+
+    `listing` is the file that names every such row; `too_short` counts prompts too short to be looked for, by set.
+    """
     read: Counter[str] = Counter()
     for found in assembly.found:
         read.update(found["read"])
+    by_source: dict[str, Counter[str]] = defaultdict(Counter)
+    leaks: dict[str, Counter[str]] = defaultdict(Counter)
+    leaked: dict[str, set[str]] = defaultdict(set)
+    with listing.open(encoding="utf-8") as file:
+        for entry in map(json.loads, file):
+            if entry["reason"] in REMOVALS:
+                by_source[entry["source"]][entry["reason"]] += 1
+            if entry["reason"] == "contaminated":
+                leaks[entry["prompt_set"]][entry["source"]] += 1
+                leaked[entry["prompt_set"]].add(entry["prompt"])
     splits = {split: len(assembly.plan(split)) for split in SPLITS}
-    rows_in = sum(found["rows_in"] for found in assembly.found)
     return {
-        "rows": {"in": rows_in, "out": sum(splits.values()), **splits},
+        "rows": {"in": sum(found["rows_in"] for found in assembly.found), "out": sum(splits.values()), **splits},
         "skipped": dict(sorted(assembly.skipped().items())),
-        "usable_rows_by_source": dict(sorted(read.items())),
+        "usable_rows_by_source": dict(read),
+        "removed_by_source": {source: dict(counts) for source, counts in by_source.items()},
+        "leaks_by_prompt_set": {
+            name: {"rows": counts.total(), "prompts": len(leaked[name]), "rows_by_source": dict(counts)}
+            for name, counts in leaks.items()
+        },
+        "prompts_too_short_to_find": dict(too_short or {}),
     }
 
 
@@ -73,4 +91,6 @@ def describe(report: dict[str, Any]) -> str:
     lines = [f"data: {rows['in']} rows read, {rows['out']} kept: " + ", ".join(f"{s} {rows[s]}" for s in SPLITS)]
     if report["skipped"]:
         lines.append(f"      left out: {_reasons(report['skipped'])}")
+    for name, leak in sorted(report["leaks_by_prompt_set"].items()):
+        lines.append(f"      {leak['rows']} rows held {leak['prompts']} prompts of {name}")
     return "\n".join(lines)

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifact import read_json
-from pipeline.config import Data
+from pipeline.artifact import Artifact, read_json
+from pipeline.config import Data, NearDuplicates
+from pipeline.corpus.duplicates import Signatures, near_duplicates
 from pipeline.corpus.parts import save_array
 from pipeline.corpus.rows import SPLITS, Row, copy_id, shard_name, split_of
 from pipeline.corpus.sources import Unit
@@ -68,6 +69,9 @@ class Assembly:
         places = self._places()
         places.sort(order=("id", "order"))
         places, removed = self._without_copies(places)
+        if self.data.near_duplicates is not None:
+            places, near = self._without_near_copies(places, self.data.near_duplicates)
+            removed = np.concatenate([removed, near])
         save_array(self.folder / "removed.npy", removed)
         for split, rows in self._split(places).items():
             save_array(self.folder / f"plan-{split}.npy", rows)
@@ -98,6 +102,13 @@ class Assembly:
             places["id"][row] = int(copy_id(original, copy), 16)
         places.sort(order=("id", "order"))
         return places, np.zeros(0, _REMOVED)
+
+    def _without_near_copies(self, places: np.ndarray, settings: NearDuplicates) -> tuple[np.ndarray, np.ndarray]:
+        files = [self.folder / f"{name}.sig.npy" for _, name in self.parts]
+        gone, kept, score = near_duplicates(Signatures(files, places["part"], places["row"]), settings)
+        stays = np.ones(len(places), bool)
+        stays[gone] = False
+        return places[stays], _removed(places[gone], kept=places["id"][kept], reason="near_duplicate", score=score)
 
     def _split(self, places: np.ndarray) -> dict[str, np.ndarray]:
         fractions = {"calibration": self.data.calibration_fraction, "evaluation": self.data.evaluation_fraction}
@@ -192,6 +203,20 @@ class Assembly:
                     "kept": f"{int(entry['kept']):016x}",
                     "similarity": round(float(entry["score"]), 3),
                 }
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """Publishes planned shards; picklable, so that worker processes can share the list."""
+
+    artifact: Artifact
+    assembly: Assembly
+
+    def publish(self, name: str) -> int:
+        """Write one shard; returns its number of rows."""
+        with self.artifact.shard(name) as shard:
+            shard.row.update(self.assembly.write(name, shard.path))
+            return int(shard.row["samples"])
 
 
 def _removed(places: np.ndarray, *, kept: Any, reason: str, score: Any) -> np.ndarray:

@@ -91,7 +91,7 @@ def load_prompts(name: str, *, data: Artifact | None = None) -> list[Prompt]:
 
 
 def split_prompts(data: Artifact, split: str) -> Iterator[Prompt]:
-    """User turns of a split of the data artifact, up to the first tool turn; rows that begin with tools are left out."""
+    """User turns of a split of the data artifact, up to the first tool turn; rows without any are left out."""
     for shard in shards_of(data.manifest(), split):
         for row in read_rows(data.path / shard):
             system, turns = _turns(row.messages)
@@ -100,7 +100,8 @@ def split_prompts(data: Artifact, split: str) -> Iterator[Prompt]:
 
 
 def _turns(messages: list[dict[str, Any]]) -> tuple[str | None, tuple[str, ...]]:
-    system, turns = None, []
+    system: str | None = None
+    turns: list[str] = []
     for message in messages:
         if message["role"] == "tool" or "tool_calls" in message:
             turns = turns[:-1]  # the last question was one for the tool

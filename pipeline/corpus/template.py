@@ -1,11 +1,11 @@
-"""The target's own chat template: conversations to token ids, and which of them the target would have produced.
+"""The target's own chat template: conversations to token ids, in one thinking mode and with one system prompt.
 
     template = ChatTemplate(folder, config.template)
     template.render_prompt(messages, tools)                # ids up to where the target starts to answer
-    template.rows(row, config.tokens)                      # training rows with loss masks (S29), and what was left out
+    template.stop_ids, template.info()
 
-Ids are those of `apply_chat_template(tokenize=True)`, so no BOS is added twice. A mask is never found by searching for
-header text, which a user may quote: an answer is what a render has beyond the prompt's render. Imports no torch itself.
+Ids are those of `apply_chat_template(tokenize=True)`, so no BOS is added twice. Training rows and their loss masks are
+made in `masks`. Imports no torch itself.
 """
 
 from __future__ import annotations
@@ -14,39 +14,20 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline import config as schema
 from pipeline.artifact import digest
-from pipeline.corpus.answered import Answer, end_of_answer
 from pipeline.corpus.normalise import Skip
-from pipeline.corpus.rows import Message, Row
+from pipeline.corpus.rows import Message
 from pipeline.errors import ConfigError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _RENDER_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 # Templates that print today's date would make yesterday's tokens differ from today's.
 FIXED_DATE = "01 Jan 2025"
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """One training row: ids and loss mask of equal length; `turn` counts the conversation's assistant turns from 0."""
-
-    ids: list[int]
-    mask: list[int]
-    turn: int
-
-
-@dataclass
-class Rendered:
-    """What a conversation gave: rows, and (turn, reason, detail) of everything that gave none."""
-
-    rows: list[TokenRow] = field(default_factory=list)
-    skipped: list[tuple[int, str, str]] = field(default_factory=list)
 
 
 class ChatTemplate:
@@ -124,9 +105,22 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids, and for each the character of `text` at which it ends."""
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens (think markers, tool calls) included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def generation_mask(self, messages: Sequence[Message], tools: list[Any] | None) -> list[int]:
+        """The template's own `{% generation %}` spans, one 0 or 1 per token of the rendered conversation."""
+        encoded: Any = self.tokenizer.apply_chat_template(
+            self.messages(messages), tools=tools, tokenize=True, return_dict=True,
+            return_assistant_tokens_mask=True, **self._variables,
+        )  # fmt: skip
+        return list(encoded["assistant_masks"])
 
     @cached_property
     def _variables(self) -> dict[str, Any]:
@@ -136,98 +130,6 @@ class ChatTemplate:
         if "date_string" in self.text:
             found["date_string"] = FIXED_DATE
         return found
-
-    # ------------------------------------------------------------------------------------------ training rows
-
-    def rows(self, row: Row, settings: schema.Tokens) -> Rendered:
-        """Training rows of a conversation (S29): one per assistant turn, or the last one only.
-
-        Reasons of what is left out: no_assistant, given (a turn the target did not produce), template_error,
-        render_mismatch, tool_turn_not_rendered, system_not_rendered, tools_not_rendered, truncated_no_answer,
-        too_few_supervised.
-        """
-        turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
-        rendered = Rendered()
-        if not turns:
-            rendered.skipped.append((0, "no_assistant", ""))
-        for turn, place in enumerate(turns):
-            if settings.multi_turn == "last" and place != turns[-1]:
-                continue
-            reason = row.finish_reasons[turn] if row.finish_reasons else "stop"
-            try:
-                if reason == "given":
-                    raise Skip("given", "a tool call or other turn that the target did not produce")
-                ids, mask = self._turn(row, place, cut=reason == "length", settings=settings)
-                rendered.rows.append(TokenRow(ids, mask, turn))
-            except Skip as skip:
-                rendered.skipped.append((turn, skip.reason, str(skip.facts.get("detail", ""))))
-        return rendered
-
-    def _turn(self, row: Row, place: int, *, cut: bool, settings: schema.Tokens) -> tuple[list[int], list[int]]:
-        answer = self.answer(row.messages[: place + 1], row.tools, cut=cut)
-        mask = [0] * len(answer.ids)
-        mask[answer.start : answer.stop] = [1] * (answer.stop - answer.start)
-        if self.marks_generation and not cut:
-            marked = self._marked(row.messages[: place + 1], row.tools)
-            mask = [a & b for a, b in zip(mask, marked, strict=True)]
-        if answer.ended and settings.supervise_end_of_turn:
-            mask[answer.stop] = 1
-        ids, mask = answer.ids[: settings.max_length], mask[: settings.max_length]
-        if sum(mask) < settings.min_loss_tokens:
-            if len(answer.ids) > settings.max_length:
-                raise Skip("truncated_no_answer", f"{len(answer.ids)} tokens, max_length keeps {settings.max_length}")
-            raise Skip("too_few_supervised", f"{sum(mask)} supervised tokens")
-        return ids, mask
-
-    def answer(self, messages: Sequence[Message], tools: list[Any] | None, *, cut: bool = False) -> Answer:
-        """Ids of a conversation that ends in an assistant turn, and which of them are that turn's answer.
-
-        Raises Skip(render_mismatch) unless the prompt's ids and then the answer are a prefix of the row's ids (S29).
-        """
-        before = self.render(messages[:-1], tools, prompt=True)
-        self._check_rendered(messages[:-1], tools, before)
-        prompt, last = self.encode(before), messages[-1]
-        if cut and not ({"reasoning_content", "tool_calls"} & last.keys()):
-            # What the target met: its answer ends in the middle, with nothing after it.
-            ids = prompt + self.encode(last["content"])
-            return Answer(ids, len(prompt), len(ids), ended=False)
-        whole = self.render(messages, tools, prompt=False)
-        encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        self._check_prefix(prompt, ids)
-        end = end_of_answer(whole, len(before), last)
-        stop = len(prompt)
-        while stop < len(ids) and offsets[stop][1] <= end:
-            stop += 1
-        if "tool_calls" in last:  # the calls follow the content, up to the end of the turn
-            while stop < len(ids) and ids[stop] not in self.stop_ids:
-                stop += 1
-        ended = not cut and stop < len(ids) and ids[stop] in self.stop_ids
-        return Answer(ids, len(prompt), stop, ended)
-
-    def _check_prefix(self, prompt: list[int], ids: list[int]) -> None:
-        for place, (wanted, found) in enumerate(zip(prompt, ids, strict=False)):
-            if wanted != found:
-                shown = f"the prompt has {self.decode([wanted])!r}, the conversation {self.decode([found])!r}"
-                raise Skip("render_mismatch", f"token {place}: {shown}")
-        if len(ids) <= len(prompt):
-            raise Skip("render_mismatch", "the rendered conversation is no longer than its prompt")
-
-    @staticmethod
-    def _check_rendered(messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
-        for message in messages:
-            if message["role"] in ("system", "tool") and message["content"].strip() not in text:
-                raise Skip(f"{message['role']}_turn_not_rendered", "the template leaves this turn out")
-        if tools and str(tools[0].get("function", tools[0]).get("name", "")) not in text:
-            raise Skip("tools_not_rendered", "the template leaves the tools out")
-
-    def _marked(self, messages: Sequence[Message], tools: list[Any] | None) -> list[int]:
-        """The template's own `{% generation %}` spans."""
-        encoded = self.tokenizer.apply_chat_template(
-            self.messages(messages), tools=tools, tokenize=True, return_dict=True,
-            return_assistant_tokens_mask=True, **self._variables,
-        )  # fmt: skip
-        return list(encoded["assistant_masks"])
 
     # ------------------------------------------------------------------------------------------ facts
 
@@ -254,7 +156,7 @@ class ChatTemplate:
         return tuple(sorted(found))
 
     def _generation_eos(self) -> Any:
-        from transformers.utils import cached_file
+        from transformers.utils.hub import cached_file
 
         for name in ("generation_config.json", "config.json"):
             file = cached_file(

@@ -21,6 +21,7 @@ import pyarrow.parquet as parquet
 
 from pipeline import config as schema
 from pipeline.artifact import Artifact
+from pipeline.corpus.masks import training_rows
 from pipeline.corpus.rows import read_rows
 from pipeline.corpus.template import ChatTemplate
 
@@ -73,7 +74,7 @@ def write_tokens(text: Path, tokens: Path, template: ChatTemplate, settings: sch
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     with parquet.ParquetWriter(tokens, SCHEMA, compression="zstd") as writer:
         for row in read_rows(text):
-            rendered = template.rows(row, settings)
+            rendered = training_rows(template, row, settings)
             for made in rendered.rows:
                 values = (row.id, row.source, made.turn, made.ids, made.mask)
                 for name, value in zip(SCHEMA.names, values, strict=True):

@@ -1,0 +1,170 @@
+"""Training rows: which tokens of a conversation the target itself would have produced (S29).
+
+    rendered = training_rows(template, row, config.tokens)
+    rendered.rows[0].ids, rendered.rows[0].mask; rendered.skipped
+
+A mask is never found by searching for header text, which a user may quote: an answer is what the conversation's render
+has beyond its prompt's render, and it must begin with the answer's own text. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline import config as schema
+from pipeline.corpus.normalise import Skip
+from pipeline.corpus.rows import Message, Row
+from pipeline.corpus.template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One training row: ids and loss mask of equal length; `turn` counts the conversation's assistant turns from 0."""
+
+    ids: list[int]
+    mask: list[int]
+    turn: int
+
+
+@dataclass
+class Rendered:
+    """What a conversation gave: rows, and (turn, reason, detail) of everything that gave none."""
+
+    rows: list[TokenRow] = field(default_factory=list)
+    skipped: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ids[start:stop] of a conversation are the last turn's answer. `ended`: ids[stop] is its end-of-turn token."""
+
+    ids: list[int]
+    start: int
+    stop: int
+    ended: bool
+
+
+def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> Rendered:
+    """Training rows of a conversation (S29): one per assistant turn, or the last one only.
+
+    Reasons of what is left out: no_assistant, given (a turn the target did not produce), template_error,
+    render_mismatch, tool_turn_not_rendered, system_turn_not_rendered, tools_not_rendered, truncated_no_answer,
+    too_few_supervised.
+    """
+    turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
+    rendered = Rendered()
+    if not turns:
+        rendered.skipped.append((0, "no_assistant", ""))
+    for turn, place in enumerate(turns):
+        if settings.multi_turn == "last" and place != turns[-1]:
+            continue
+        reason = row.finish_reasons[turn] if row.finish_reasons else "stop"
+        try:
+            if reason == "given":
+                raise Skip("given", "a tool call or other turn that the target did not produce")
+            ids, mask = _turn(template, row, place, cut=reason == "length", settings=settings)
+            rendered.rows.append(TokenRow(ids, mask, turn))
+        except Skip as skip:
+            rendered.skipped.append((turn, skip.reason, str(skip.facts.get("detail", ""))))
+    return rendered
+
+
+def _turn(
+    template: ChatTemplate, row: Row, place: int, *, cut: bool, settings: schema.Tokens
+) -> tuple[list[int], list[int]]:
+    messages = row.messages[: place + 1]
+    answer = find_answer(template, messages, row.tools, cut=cut)
+    mask = [0] * len(answer.ids)
+    mask[answer.start : answer.stop] = [1] * (answer.stop - answer.start)
+    if template.marks_generation and not cut:
+        mask = [a & b for a, b in zip(mask, template.generation_mask(messages, row.tools), strict=True)]
+    if answer.ended and settings.supervise_end_of_turn:
+        mask[answer.stop] = 1
+    ids, mask = answer.ids[: settings.max_length], mask[: settings.max_length]
+    if sum(mask) < settings.min_loss_tokens:
+        if len(answer.ids) > settings.max_length:
+            raise Skip("truncated_no_answer", f"{len(answer.ids)} tokens, max_length keeps {settings.max_length}")
+        raise Skip("too_few_supervised", f"{sum(mask)} supervised tokens")
+    return ids, mask
+
+
+def find_answer(
+    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, *, cut: bool = False
+) -> Answer:
+    """Ids of a conversation that ends in an assistant turn, and which of them are that turn's answer.
+
+    Raises Skip(render_mismatch) unless the prompt's ids and then the answer are a prefix of the row's ids (S29).
+    """
+    before = template.render(messages[:-1], tools, prompt=True)
+    _check_rendered(messages[:-1], tools, before)
+    prompt, last = template.encode(before), messages[-1]
+    if cut and not ({"reasoning_content", "tool_calls"} & last.keys()):
+        # What the target met: its answer breaks off, and no token of the template follows.
+        ids = prompt + template.encode(last["content"])
+        return Answer(ids, len(prompt), len(ids), ended=False)
+    whole = template.render(messages, tools, prompt=False)
+    ids, ends = template.encode_with_ends(whole)
+    _check_prefix(template, prompt, ids)
+    end = _end_of_answer(whole, len(before), last)
+    stop = len(prompt)
+    while stop < len(ids) and ends[stop] <= end:
+        stop += 1
+    if "tool_calls" in last:  # the calls follow the content, up to the end of the turn
+        while stop < len(ids) and ids[stop] not in template.stop_ids:
+            stop += 1
+    ended = not cut and stop < len(ids) and ids[stop] in template.stop_ids
+    return Answer(ids, len(prompt), stop, ended)
+
+
+def _check_prefix(template: ChatTemplate, prompt: list[int], ids: list[int]) -> None:
+    for place, (wanted, found) in enumerate(zip(prompt, ids, strict=False)):
+        if wanted != found:
+            shown = f"the prompt has {template.decode([wanted])!r}, the conversation {template.decode([found])!r}"
+            raise Skip("render_mismatch", f"token {place}: {shown}")
+    if len(ids) <= len(prompt):
+        raise Skip("render_mismatch", "the rendered conversation is no longer than its prompt")
+
+
+def _check_rendered(messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
+    """A turn or tool list that the template passes over would be missing from what the target is asked."""
+    for message in messages:
+        if message["role"] in ("system", "tool") and message["content"].strip() not in text:
+            raise Skip(f"{message['role']}_turn_not_rendered", "the template leaves this turn out")
+    if tools and str(tools[0].get("function", tools[0]).get("name", "")) not in text:
+        raise Skip("tools_not_rendered", "the template leaves the tools out")
+
+
+def _end_of_answer(text: str, start: int, message: Message) -> int:
+    """Character after the answer that begins at `start` of a rendered conversation.
+
+    The answer must be there as written, but for white space (templates trim): a template that puts something else
+    first, such as an empty think block the target never generates, raises Skip(render_mismatch).
+    """
+    at, content, reasoning = start, message["content"], message.get("reasoning_content")
+    if reasoning:
+        found = text.find(reasoning.strip(), start)
+        if found < 0:
+            raise Skip("render_mismatch", "the template leaves the reasoning out")
+        at = found + len(reasoning.strip())
+        at = max(at, text.find(content.strip(), at))  # behind the closing marker
+    end = _follow(text, at, content)
+    if end is None:
+        raise Skip("render_mismatch", f"after the prompt comes {text[start : start + 40]!r}, not {content[:40]!r}")
+    return end
+
+
+def _follow(text: str, at: int, content: str) -> int | None:
+    """End of `content` at `at`, white space ignored; None when something else stands there."""
+    if text.startswith(content, at):
+        return at + len(content)
+    for character in content:
+        if character.isspace():
+            continue
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if at >= len(text) or text[at] != character:
+            return None
+        at += 1
+    return at
