@@ -5,7 +5,7 @@ drafter = build_drafter(config, seed=0, token_ids=vocabulary.token_ids)
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 
 import torch
 from torch import Tensor, nn
@@ -50,5 +50,7 @@ def _initialise(name: str, parameter: nn.Parameter, seed: int) -> None:
     elif parameter.ndim == 1:
         parameter.fill_(1.0)
     else:
-        generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        # Hashed, because torch's CPU generator looks at the low 32 bits of a seed only.
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
         parameter.normal_(0.0, INIT_STD, generator=generator)
