@@ -190,11 +190,13 @@ def _recipe(story: Story) -> str:
 
 
 def _checked(story: Story, layout: str, proved: Record) -> str:
+    missing = ", ".join(proved.get("left_out") or [])
+    without = f" Not in the file, because no engine reads it in this layout: {missing}." if missing else ""
     return (
         f"## Checked\n\nRead back from this folder alone: {proved['tensors']} tensors, {proved['parameters']:,} "
-        f"values, names, shapes, dtypes and every configuration key as listed for the {layout} layout; logits equal the "
-        f"trained drafter's rounded to {story.dtype} bit for bit (largest difference to the unrounded ones "
-        f"{proved['max_logit_difference']:.2g}). `export_manifest.json` holds the SHA-256 of every file."
+        f"values, names, shapes, dtypes and every configuration key as listed for the {layout} layout; the logits are "
+        f"those of the trained drafter rounded to {story.dtype}, bit for bit (largest difference to the unrounded ones "
+        f"{proved['max_logit_difference']:.2g}). `export_manifest.json` holds the SHA-256 of every file.{without}"
     )
 
 

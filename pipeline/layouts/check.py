@@ -20,7 +20,7 @@ from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Anchors, Context, Drafter
 from pipeline.draft.io import drafter_from_tensors
 from pipeline.errors import ArtifactError
-from pipeline.layouts import files, tensors
+from pipeline.layouts import files, mtp, tensors
 from pipeline.layouts.load import load_published
 
 PROBE_TOKENS, PROBE_ANCHORS = 24, (2, 9, 15)
@@ -52,7 +52,7 @@ def self_check(folder: Path, drafter: Drafter, frozen: Any, expected: Expectatio
     if problems:
         raise ArtifactError("\n".join(f"{folder}: {problem}" for problem in problems))
     loaded, _ = load_published(folder, check=False)
-    difference = _compare(folder, loaded, drafter, frozen, expected.dtype)
+    difference = _compare(folder, loaded, drafter, frozen, expected.dtype, expected.layout)
     return {
         "tensors": len(found),
         "parameters": sum(tensor.numel() for tensor in found.values()),
@@ -91,7 +91,7 @@ def _target_problems(found: Mapping[str, Tensor], drafter: Drafter, frozen: Any,
     ]
 
 
-def _compare(folder: Path, loaded: Drafter, drafter: Drafter, frozen: Any, dtype: torch.dtype) -> float:
+def _compare(folder: Path, loaded: Drafter, drafter: Drafter, frozen: Any, dtype: torch.dtype, layout: str) -> float:
     """Largest logit difference to the unrounded drafter; raises unless the rounded one is met exactly."""
     ignored = {"confidence"} if loaded.config.confidence != drafter.config.confidence else set()
     differing = [
@@ -102,17 +102,25 @@ def _compare(folder: Path, loaded: Drafter, drafter: Drafter, frozen: Any, dtype
         told = ", ".join(f"{name} {loaded.config.to_dict()[name]!r}" for name in differing)
         raise ArtifactError(f"{folder}: reads back as another drafter: {told}")
     state = {
-        name: tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        name: _rounded(name, tensor, dtype, layout) if tensor.is_floating_point() else tensor
         for name, tensor in drafter.state_dict().items()
     }
     rounded = drafter_from_tensors(drafter.config, state, where=str(folder))
     trained = drafter_from_tensors(drafter.config, dict(drafter.state_dict()), where=str(folder))
+    kept = loaded.state_dict()
+    for name, tensor in rounded.state_dict().items():
+        if name in kept and not torch.equal(kept[name], tensor):
+            raise ArtifactError(f"{folder}: {name} does not hold the trained values")
     ours, theirs, exact = (probe(each, frozen) for each in (rounded, loaded, trained))
     for name, tensor in theirs.items():
         if name in ours and not torch.equal(tensor, ours[name]):
             worst = float((tensor - ours[name]).abs().max())
             raise ArtifactError(f"{folder}: reloaded {name} differ from the trained drafter's by up to {worst:.3g}")
     return float((theirs["logits"] - exact["logits"]).abs().max())
+
+
+def _rounded(name: str, tensor: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
+    return mtp.rounded(name, tensor, dtype) if layout == "mtp" else tensor.to(dtype).float()
 
 
 @torch.no_grad()

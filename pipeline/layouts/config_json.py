@@ -226,6 +226,7 @@ def _mtp(config: DraftConfig, origin: Origin) -> dict[str, Any]:
         "architectures": ["Qwen3_5MTP"],
         **decoder(config, origin, model_type="qwen3_5_text"),
         "mtp_num_hidden_layers": 1,
+        "target_layer_ids": list(config.target_layer_ids),  # read by nobody: the head starts from the last hidden state
         "num_speculative_tokens": speculative_tokens(config),
         "num_target_layers": config.target_num_layers,
         "target_hidden_size": config.target_hidden_size,

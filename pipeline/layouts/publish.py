@@ -18,10 +18,11 @@ import torch
 
 from pipeline.artifact import atomic_path
 from pipeline.draft.interface import Drafter
-from pipeline.layouts import files, support
+from pipeline.errors import ConfigError
+from pipeline.layouts import files, mtp, support
 from pipeline.layouts.check import Expectation, self_check
 from pipeline.layouts.config_json import Origin, write_config
-from pipeline.layouts.tensors import to_layout
+from pipeline.layouts.tensors import left_out, to_layout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -54,6 +55,8 @@ def publish(
     """
     facts = facts_of(drafter, frozen, target_type=str(origin.meta.get("target_type", "qwen3")))
     support.refuse([layout], [], facts)
+    if layout == "mtp" and (problems := mtp.size_problems(drafter.config, frozen.config.to_dict())):
+        raise ConfigError(problems)
     dtype = DTYPES[options.dtype]
     target_tensors = options.target_tensors or facts.scaled
     config = write_config(drafter.config, layout, origin)
@@ -69,6 +72,7 @@ def publish(
         if options.tokenizer is not None:
             options.tokenizer(temporary)
         proved = self_check(temporary, drafter, frozen, Expectation(layout, config, dtype, target_tensors))
+        proved["left_out"] = ["confidence_head"] if left_out(drafter.config, layout) else []
         if options.card is not None:
             (temporary / "README.md").write_text(options.card(proved), encoding="utf-8")
         files.write_hashes(temporary, layout=layout, **proved)

@@ -155,8 +155,8 @@ class _Reader:
             "markov": markov,
             "markov_rank": rank,
             "confidence": family == "dspark" and bool(self.own("enable_confidence_head", False)),
-            "taps": family != "mtp",
-            "target_layer_ids": self._layer_ids() if family != "mtp" else (),
+            "taps": True,
+            "target_layer_ids": self._layer_ids(family),
             "target_num_layers": self._target_layers(),
             "target_vocab_size": vocab,
             "draft_vocab_size": None if draft_vocab in (None, vocab) else draft_vocab,
@@ -202,8 +202,10 @@ class _Reader:
             return methods[0].get("speculative_tokens", 1)
         return self.need("block_size")
 
-    def _layer_ids(self) -> tuple[int, ...]:
+    def _layer_ids(self, family: str) -> tuple[int, ...]:
         """Tapped layers by S4; speculators and Eagle3 files count hidden_states, which is one more."""
+        if family == "mtp":
+            return tuple(self.own("target_layer_ids", ()))
         for key, shift in (
             ("aux_hidden_state_layer_ids", 1), ("eagle_aux_hidden_state_layer_ids", 1), ("target_layer_ids", 0),
         ):  # fmt: skip

@@ -184,7 +184,8 @@ def to_layout(
         return {name: tensor.to(dtype) for name, tensor in mtp.to_published(config, state).items()}
     entries = table(config, layout)
     out = {_rename(name, config, layout): tensor for name, tensor in state.items()}
-    out = {name: tensor for name, tensor in out.items() if name in entries or not _dropped(name, config)}
+    if left_out(config, layout):
+        out = {name: tensor for name, tensor in out.items() if not name.startswith("confidence_head.")}
     out |= {name: torch.zeros(entry.shape) for name, entry in entries.items() if _zero(name, config)}
     if target_tensors or _own_head(config):
         rows = state["d2t"] + torch.arange(len(state["d2t"])) if config.draft_vocab_size is not None else slice(None)
@@ -205,9 +206,9 @@ def _rename(name: str, config: DraftConfig, layout: str) -> str:
     return name
 
 
-def _dropped(name: str, config: DraftConfig) -> bool:
-    """The fill-in layouts and Eagle3 have no confidence head; no engine would read one there."""
-    return name.startswith("confidence_head.") and (config.layout == "fill_in" or config.kind == "eagle3")
+def left_out(config: DraftConfig, layout: str) -> bool:
+    """Whether a trained confidence head has no place: in fill-in, Eagle3 and MTP layouts no engine reads one."""
+    return config.confidence and "confidence_head.proj.weight" not in table(config, layout)
 
 
 def _zero(name: str, config: DraftConfig) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,19 @@ PLAIN: dict[str, Any] = {
     "mask_token_id": 47,
 }
 NO_HEAD = {"markov": "none", "markov_rank": 0}
+TARGET: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": WIDTH,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "rope_theta": 5000.0,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "dspark": {},
     "gated": {"markov": "gated"},
@@ -55,6 +69,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dflash": {"kind": "dflash", **NO_HEAD},
     "dflash, no confidence": {"kind": "dflash", "confidence": False, **NO_HEAD},
     "fill_in": {"kind": "dflash", "layout": "fill_in", **NO_HEAD},
+    "eagle3": {"kind": "eagle3", "layers": 1, "mask_token_id": None, **NO_HEAD},
+    "eagle3 reduced": {"kind": "eagle3", "layers": 1, "mask_token_id": None, "draft_vocab_size": 12, **NO_HEAD},
+    "mtp": {"kind": "mtp", "layers": 1, "mask_token_id": None, **NO_HEAD},
     "fill_in reduced": {"kind": "dflash", "layout": "fill_in", "draft_vocab_size": 12, **NO_HEAD},
 }
 
@@ -68,6 +85,11 @@ class Head:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+    @property
+    def config(self) -> Any:
+        """The target's configuration, as far as an MTP head must agree with it."""
+        return SimpleNamespace(to_dict=lambda: TARGET)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embed_VD) * self.embed_scale
@@ -100,7 +122,7 @@ def origin(**meta: Any) -> Origin:
         architectures=("Qwen3ForCausalLM",),
         max_position_embeddings=256,
         ends={"eos_token_id": 2, "pad_token_id": 0},
-        meta={"template": {"hash": "abc", "thinking": None}, **meta},
+        meta={"template": {"hash": "abc", "thinking": None}, "target_type": "qwen3_5_text", **meta},
     )
 
 

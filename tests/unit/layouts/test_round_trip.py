@@ -36,8 +36,12 @@ def test_comes_back_as_it_was(tmp_path: Path, name: str, layout: str) -> None:
     differing = {key for key, value in made.config.to_dict().items() if loaded.config.to_dict()[key] != value}
     assert differing <= {"confidence"} and meta["layout"] == layout and meta["template"]["hash"] == "abc"
     if differing:
-        assert made.config.layout == "fill_in" or made.config.kind == "eagle3"
-    assert torch.equal(probe(loaded, head())["logits"], probe(made, head())["logits"])
+        assert made.config.layout == "fill_in" or made.config.kind in ("eagle3", "mtp")
+    before, after = (probe(each, head())["logits"] for each in (made, loaded))
+    if layout == "mtp":  # norms are stored as weight - 1, which float32 rounds
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+    else:
+        assert torch.equal(after, before)
 
 
 @pytest.mark.case("EXP-03")
