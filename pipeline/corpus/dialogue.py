@@ -66,7 +66,8 @@ class Dialogue:
             return
         self.messages.append({"role": "assistant", **message})
         self.finish_reasons.append(reason)
-        if reason == "length":  # what would follow a cut answer is not what the target would meet
+        if reason == "length" or message.get("tool_calls"):
+            # What follows in the data would answer something else than a cut answer, or a call of a tool.
             self._place = len(self.original.messages)
 
     def fail(self, skip: Skip) -> None:

@@ -113,15 +113,15 @@ def _message(turn: Any, table: Mapping[str, str]) -> Message:
         raise Skip(f"unknown_role:{said}")
     content = _text(turn.get("content") if turn.get("content") is not None else turn.get("value"))
     if role == "call":
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content)}
+        return {"role": "assistant", "content": "", "tool_calls": tool_calls(content)}
     message: Message = {"role": role, "content": content}
     if turn.get("tool_calls"):
-        message["tool_calls"] = _calls(turn["tool_calls"])
+        message["tool_calls"] = tool_calls(turn["tool_calls"])
         message["content"] = content or ""
     for key in ("name", "tool_call_id"):
         if isinstance(turn.get(key), str) and turn[key]:
             message[key] = turn[key]
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning")
+    reasoning = turn.get("reasoning_content")
     if role == "assistant" and isinstance(reasoning, str) and reasoning.strip():
         message["reasoning_content"] = reasoning
     if message["content"] is None:
@@ -149,7 +149,7 @@ def _text(content: Any) -> str | None:
     return "".join(texts)
 
 
-def _calls(value: Any) -> list[Any]:
+def tool_calls(value: Any) -> list[Any]:
     """Tool calls as a list of {type, function: {name, arguments: object}}, from JSON text or plain data."""
     calls = _parse(value, "bad_tool_call") if isinstance(value, str) else value
     calls = [calls] if isinstance(calls, Mapping) else calls

@@ -1,7 +1,6 @@
 """Answers in process: the target plays every conversation of a shard, all rows of a turn in one continuous batch.
 
-    answerer = LocalAnswers(context_config, target_path)
-    facts = answerer.write(rows, path, bar)
+    LocalAnswers(config, target_path).run(names, source_folder, artifact, bar)
 
 Sampling is seeded by (seed, row id, turn), and a shard's batches are formed from its rows alone, so a shard comes out
 the same whoever makes it and whenever.
@@ -11,16 +10,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipeline import stopping
+from pipeline.artifact import Artifact
 from pipeline.config import Config
 from pipeline.corpus.dialogue import Dialogue, seed_of, shard_facts
 from pipeline.corpus.normalise import Skip
-from pipeline.corpus.rows import Row
+from pipeline.corpus.rows import read_rows
 from pipeline.corpus.template import ChatTemplate
 from pipeline.decoding.engine import Generation, decode
 from pipeline.progress import Bar
@@ -44,15 +44,18 @@ class LocalAnswers:
         self.longest = int(getattr(self.target.config, "max_position_embeddings", 0) or 1 << 30)
         self.tokens, self.started = 0, time.monotonic()
 
-    def write(self, rows: list[Row], path: Path, bar: Bar) -> dict[str, Any]:
-        """Answer `rows`, write them to `path`, and return the facts of the shard. Raises Stopped when asked to stop."""
-        dialogues = [Dialogue(row, self.config.answers.cut_answers) for row in rows]
-        while self._turn(dialogues, bar):
-            pass
-        answered, facts = shard_facts(dialogues)
-        with path.open("wb") as file:
-            file.writelines(row.line() for row in answered)
-        return facts
+    def run(self, names: Sequence[str], source: Path, artifact: Artifact, bar: Bar) -> None:
+        """Answer and publish the named shards of `source`. Raises Stopped when asked to stop: the shard is redone."""
+        for name in names:
+            stopping.check()
+            with artifact.shard(name) as shard:
+                dialogues = [Dialogue(row, self.config.answers.cut_answers) for row in read_rows(source / name)]
+                while self._turn(dialogues, bar):
+                    pass
+                answered, facts = shard_facts(dialogues)
+                with shard.path.open("wb") as file:
+                    file.writelines(row.line() for row in answered)
+                shard.row.update(facts, rows=len(dialogues))
 
     def _turn(self, dialogues: list[Dialogue], bar: Bar) -> int:
         """Give every waiting dialogue its next answer; returns how many were asked."""

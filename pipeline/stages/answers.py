@@ -9,22 +9,23 @@ conversations are played turn by turn. One output shard per text shard of the tr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pipeline.artifact import Artifact
 from pipeline.chain import StageContext, share
 from pipeline.corpus.accounts import check_share, write_listing
 from pipeline.corpus.dialogue import expected_answers
-from pipeline.corpus.rows import Row, read_rows, shards_of
+from pipeline.corpus.rows import read_rows, shards_of
 from pipeline.errors import DataError
 from pipeline.progress import Bar, progress, say
 
 
 class Answerer(Protocol):
-    """Answers a shard's rows, writes them to a path, and returns the shard's facts."""
+    """Answers the named shards of a folder and publishes them under the same names."""
 
-    def write(self, rows: list[Row], path: Path, bar: Bar) -> dict[str, Any]: ...
+    def run(self, names: Sequence[str], source: Path, artifact: Artifact, bar: Bar) -> None: ...
 
 
 def run(context: StageContext) -> None:
@@ -41,10 +42,7 @@ def run(context: StageContext) -> None:
         answerer = _answerer(context)
         total = sum(expected_answers(row) for name in mine for row in read_rows(source.path / name))
         with progress(total, what="answers", unit="answers") as bar:
-            for name in mine:
-                rows = list(read_rows(source.path / name))
-                with artifact.shard(name) as shard:
-                    shard.row.update(answerer.write(rows, shard.path, bar), rows=len(rows))
+            answerer.run(mine, source.path, artifact, bar)
     if not artifact.missing(names):
         _finish(context, artifact, names)
 
@@ -56,7 +54,7 @@ def _answerer(context: StageContext) -> Answerer:
         return LocalAnswers(context.config, str(context.target_path))
     from pipeline.corpus.server import ServerAnswers
 
-    return ServerAnswers(context.config, context.artifact.path / "journal")
+    return ServerAnswers(context.config)
 
 
 def _finish(context: StageContext, artifact: Artifact, names: list[str]) -> None:

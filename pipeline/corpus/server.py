@@ -1,0 +1,251 @@
+"""Answers from OpenAI-compatible servers: many requests in flight, several endpoints, nothing lost by a kill.
+
+    ServerAnswers(config).run(names, source_folder, artifact, bar)
+
+Every answer goes into its shard's journal the moment it arrives; a shard is published when its last row is answered.
+The same command after a kill asks only for what is in no journal. Needs the `openai` client, neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import stopping
+from pipeline.artifact import Artifact
+from pipeline.config import Config
+from pipeline.corpus.dialogue import Dialogue, seed_of, shard_facts
+from pipeline.corpus.journal import Journal
+from pipeline.corpus.normalise import Skip, tool_calls
+from pipeline.corpus.rows import Message, read_rows
+from pipeline.errors import ConfigError, DataError
+from pipeline.progress import Bar, say
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+_FIRST_DELAY_SECONDS = 0.5
+_LONGEST_DELAY_SECONDS = 60.0
+_AGAIN = (408, 409, 425, 429)  # besides 5xx: the request may succeed later
+_WRONG_ADDRESS = (401, 403, 404)  # no row is to blame
+_LOST_ROWS = 8  # rows in a row that no endpoint would answer: the servers are gone
+
+
+@dataclass
+class _Endpoint:
+    """One server. `busy` requests are in flight; `failures` counts errors since its last answer."""
+
+    url: str
+    client: AsyncOpenAI
+    busy: int = 0
+    failures: int = 0
+
+
+@dataclass
+class _OpenShard:
+    """A shard some of whose rows are being answered."""
+
+    name: str
+    dialogues: list[Dialogue]
+    journal: Journal
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.dialogues)
+
+
+class ServerAnswers:
+    """Asks the configured endpoints. Raises ConfigError for a wrong address or key, DataError when all are silent."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.settings = config, config.answers
+        self.model = config.answers.model or config.target.model
+        self.tokens, self.lost, self.started = 0, 0, time.monotonic()
+        if self.model is None:
+            raise ConfigError("answers.model: name the model as the server knows it")
+        if config.template.chat_template is not None:
+            say(
+                "template.chat_template is not sent with requests: the server must have been started with the same "
+                "file (`dspark doctor` compares them)",
+                warning=True,
+            )
+
+    def run(self, names: Sequence[str], source: Path, artifact: Artifact, bar: Bar) -> None:
+        """Answer and publish the named shards of `source`. Raises Stopped when asked to stop."""
+        asyncio.run(self._run(names, source, artifact, bar))
+
+    async def _run(self, names: Sequence[str], source: Path, artifact: Artifact, bar: Bar) -> None:
+        from openai import AsyncOpenAI
+
+        key = os.environ.get(self.settings.api_key_env) or "none"
+        options: dict[str, Any] = {"api_key": key, "max_retries": 0, "timeout": self.settings.timeout_seconds}
+        self.endpoints = [_Endpoint(url, AsyncOpenAI(base_url=url, **options)) for url in self.settings.endpoints]
+        work = self._work(names, source, artifact)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.settings.concurrency * len(self.endpoints)):
+                    group.create_task(self._worker(work, artifact, bar))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for endpoint in self.endpoints:
+                await endpoint.client.close()
+
+    def _work(self, names: Sequence[str], source: Path, artifact: Artifact) -> Iterator[tuple[_OpenShard, Dialogue]]:
+        """Rows in order, shard after shard: a shard is read when a worker gets to it, so few are in memory."""
+        for name in names:
+            dialogues = [Dialogue(row, self.settings.cut_answers) for row in read_rows(source / name)]
+            shard = _OpenShard(name, dialogues, Journal(artifact.path / "journal" / name).__enter__())
+            for dialogue in dialogues:
+                yield shard, dialogue
+            if not dialogues:
+                self._publish(shard, artifact)
+
+    async def _worker(self, work: Iterator[tuple[_OpenShard, Dialogue]], artifact: Artifact, bar: Bar) -> None:
+        for shard, dialogue in work:
+            while (messages := dialogue.question()) is not None:
+                stopping.check()
+                await self._answer(shard, dialogue, messages, bar)
+            shard.left -= 1
+            if shard.left == 0:
+                self._publish(shard, artifact)
+
+    @staticmethod
+    def _publish(shard: _OpenShard, artifact: Artifact) -> None:
+        answered, facts = shard_facts(shard.dialogues)
+        with artifact.shard(shard.name) as published:
+            with published.path.open("wb") as file:
+                file.writelines(row.line() for row in answered)
+            published.row.update(facts, rows=len(shard.dialogues))
+        shard.journal.remove()
+
+    # ------------------------------------------------------------------------------------------ one answer
+
+    async def _answer(self, shard: _OpenShard, dialogue: Dialogue, messages: list[Message], bar: Bar) -> None:
+        row_id, turn = dialogue.original.id, dialogue.turn
+        known = shard.journal.get(row_id, turn)
+        if known is not None:
+            dialogue.answer(*known)
+            bar.advance()
+            return
+        try:
+            message, reason, tokens = await self._ask(dialogue, messages)
+        except Skip as skip:
+            dialogue.fail(skip)
+            bar.advance()
+            return
+        shard.journal.add(row_id, turn, message, reason)
+        dialogue.answer(message, reason)
+        self.tokens += tokens
+        bar.advance(tokens_per_second=round(self.tokens / (time.monotonic() - self.started)))
+
+    async def _ask(self, dialogue: Dialogue, messages: list[Message]) -> tuple[Message, str, int]:
+        """One answer: message, finish reason, tokens. Tries other endpoints and waits longer after each failure.
+
+        Raises Skip when the server refuses the row or no endpoint answers it, DataError when rows get no answer at all.
+        """
+        from openai import APIConnectionError, APIStatusError
+
+        request = self._request(dialogue, messages)
+        problem = ""
+        for attempt in range(self.settings.retries + 1):
+            if attempt:
+                longest = min(_FIRST_DELAY_SECONDS * 2 ** (attempt - 1), _LONGEST_DELAY_SECONDS)
+                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
+                stopping.check()
+            endpoint = min(
+                self.endpoints, key=lambda one: (one.busy >= self.settings.concurrency, one.failures, one.busy)
+            )
+            endpoint.busy += 1
+            try:
+                response = await endpoint.client.chat.completions.create(**request)
+                endpoint.failures = self.lost = 0
+                return _read(response)
+            except APIStatusError as error:
+                problem = f"{endpoint.url}: HTTP {error.status_code}: {error.message[:200]}"
+                if error.status_code in _WRONG_ADDRESS:
+                    raise ConfigError(f"answers.endpoints: {problem}") from error
+                if error.status_code < 500 and error.status_code not in _AGAIN:
+                    raise Skip(f"refused_{error.status_code}", problem) from error
+                endpoint.failures += 1
+            except APIConnectionError as error:  # time-outs included
+                problem = f"{endpoint.url}: {error.message}"
+                endpoint.failures += 1
+            finally:
+                endpoint.busy -= 1
+        self.lost += 1
+        if self.lost >= _LOST_ROWS:
+            raise DataError(
+                f"answers: {self.lost} rows one after the other got no answer from {len(self.endpoints)} endpoint(s), "
+                f"last: {problem}. What was answered is kept: the same command goes on when the servers are back"
+            )
+        raise Skip("server_error", problem)
+
+    def _least_busy(self) -> _Endpoint:
+        limit = self.settings.concurrency
+        return min(self.endpoints, key=lambda endpoint: (endpoint.busy >= limit, endpoint.failures, endpoint.busy))
+
+    def _request(self, dialogue: Dialogue, messages: list[Message]) -> dict[str, Any]:
+        """Keyword arguments of the request; `extra_body` keys land at the top level of the JSON body."""
+        settings, template = self.settings, self.config.template
+        if template.system_prompt is not None and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": template.system_prompt}, *messages]
+        extra: dict[str, Any] = {}
+        if template.thinking is not None:
+            extra["chat_template_kwargs"] = {"enable_thinking": template.thinking}
+        if settings.top_k:
+            extra["top_k"] = settings.top_k
+        request = {
+            "model": self.model,
+            "messages": _wire(messages),
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "seed": seed_of(self.config.seed, dialogue.original.id, dialogue.turn) >> 32,
+            "extra_body": extra,
+        }
+        return {**request, "tools": dialogue.original.tools} if dialogue.original.tools else request
+
+
+def _wire(messages: list[Message]) -> list[Message]:
+    """Messages as the protocol has them: call arguments as text, and every call and its reply with an id."""
+    sent, calls, replies = [], 0, 0
+    for message in messages:
+        if "tool_calls" in message:
+            listed = []
+            for call in message["tool_calls"]:
+                function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+                listed.append({"id": f"call_{calls}", **call, "function": function})
+                calls += 1
+            message = {**message, "tool_calls": listed}
+        elif message["role"] == "tool":
+            message = {"tool_call_id": f"call_{replies}", **message}
+            replies += 1
+        sent.append(message)
+    return sent
+
+
+def _read(response: Any) -> tuple[Message, str, int]:
+    """Message, finish reason and number of tokens of a response. Raises Skip when it holds no answer."""
+    if not response.choices:
+        raise Skip("no_choice", "the server sent no choice")
+    choice = response.choices[0]
+    if choice.finish_reason == "content_filter":
+        raise Skip("content_filter")
+    message: Message = {"content": choice.message.content or ""}
+    extra = choice.message.model_extra or {}
+    reasoning = extra.get("reasoning_content") or extra.get("reasoning")
+    if isinstance(reasoning, str) and reasoning.strip():
+        message["reasoning_content"] = reasoning
+    if choice.message.tool_calls:
+        message["tool_calls"] = tool_calls([call.model_dump(exclude_none=True) for call in choice.message.tool_calls])
+    tokens = response.usage.completion_tokens if response.usage else 0
+    return message, str(choice.finish_reason), int(tokens)
