@@ -10,7 +10,6 @@ transformers.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import time
@@ -24,8 +23,9 @@ from pipeline.artifact import Artifact
 from pipeline.config import Config
 from pipeline.corpus.dialogue import Dialogue, seed_of, shard_facts
 from pipeline.corpus.journal import Journal
-from pipeline.corpus.normalise import Skip, tool_calls
+from pipeline.corpus.normalise import Skip
 from pipeline.corpus.rows import Message, read_rows
+from pipeline.corpus.wire import incoming, outgoing
 from pipeline.errors import ConfigError, DataError
 from pipeline.progress import Bar, say
 
@@ -168,7 +168,7 @@ class ServerAnswers:
             try:
                 response = await endpoint.client.chat.completions.create(**request)
                 endpoint.failures = self.lost = 0
-                return _read(response)
+                return incoming(response)
             except APIStatusError as error:
                 problem = f"{endpoint.url}: HTTP {error.status_code}: {error.message[:200]}"
                 if error.status_code in _WRONG_ADDRESS:
@@ -205,7 +205,7 @@ class ServerAnswers:
             extra["top_k"] = settings.top_k
         request = {
             "model": self.model,
-            "messages": _wire(messages),
+            "messages": outgoing(messages),
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -213,39 +213,3 @@ class ServerAnswers:
             "extra_body": extra,
         }
         return {**request, "tools": dialogue.original.tools} if dialogue.original.tools else request
-
-
-def _wire(messages: list[Message]) -> list[Message]:
-    """Messages as the protocol has them: call arguments as text, and every call and its reply with an id."""
-    sent, calls, replies = [], 0, 0
-    for message in messages:
-        if "tool_calls" in message:
-            listed = []
-            for call in message["tool_calls"]:
-                function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
-                listed.append({"id": f"call_{calls}", **call, "function": function})
-                calls += 1
-            message = {**message, "tool_calls": listed}
-        elif message["role"] == "tool":
-            message = {"tool_call_id": f"call_{replies}", **message}
-            replies += 1
-        sent.append(message)
-    return sent
-
-
-def _read(response: Any) -> tuple[Message, str, int]:
-    """Message, finish reason and number of tokens of a response. Raises Skip when it holds no answer."""
-    if not response.choices:
-        raise Skip("no_choice", "the server sent no choice")
-    choice = response.choices[0]
-    if choice.finish_reason == "content_filter":
-        raise Skip("content_filter")
-    message: Message = {"content": choice.message.content or ""}
-    extra = choice.message.model_extra or {}
-    reasoning = extra.get("reasoning_content") or extra.get("reasoning")
-    if isinstance(reasoning, str) and reasoning.strip():
-        message["reasoning_content"] = reasoning
-    if choice.message.tool_calls:
-        message["tool_calls"] = tool_calls([call.model_dump(exclude_none=True) for call in choice.message.tool_calls])
-    tokens = response.usage.completion_tokens if response.usage else 0
-    return message, str(choice.finish_reason), int(tokens)
