@@ -27,7 +27,11 @@ def derive_config(target: Mapping[str, Any], draft: Draft, *, target_layer_ids: 
     """
     target = text_part(target)
     problems = _missing(target)
-    activation = draft.activation or _activation(target, problems)
+    activation = draft.activation or activation_of(target)
+    if activation not in ACTIVATIONS:
+        problems.append(
+            f"target: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}; set draft.activation"
+        )
     rope: dict[str, Any] = {}
     if not problems:
         head_dim = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
@@ -89,9 +93,7 @@ def _missing(target: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _activation(target: Mapping[str, Any], problems: list[str]) -> str:
-    found = target.get("hidden_activation") or target.get("hidden_act")
-    name = _SAME.get(str(found), str(found))
-    if name not in ACTIVATIONS:
-        problems.append(f"target: activation {found!r} is not one of {', '.join(ACTIVATIONS)}; set draft.activation")
-    return name
+def activation_of(target: Mapping[str, Any]) -> str:
+    """The target's MLP activation under the name used here (Gemma keeps it under another key)."""
+    found = str(target.get("hidden_activation") or target.get("hidden_act"))
+    return _SAME.get(found, found)
