@@ -1,0 +1,96 @@
+"""A lease with a heartbeat: two runs never write one artifact.
+
+    with lease(artifact.path / "lease.json"):
+        train()
+
+The holder touches the file every few seconds. A lease that was not touched for a minute, or whose process on this host
+is gone, belongs to a run that was killed, and is taken over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.errors import ArtifactError
+
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def lease(path: Path, *, heartbeat: float = HEARTBEAT_SECONDS, stale: float = STALE_SECONDS) -> Iterator[None]:
+    """Hold the lease at `path` while the block runs. Raises ArtifactError naming a live holder."""
+    _take(path, stale)
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(heartbeat):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        if _holder(path) == _me():
+            path.unlink(missing_ok=True)
+
+
+def _take(path: Path, stale: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(3):
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(_me(), file)
+            return
+        except FileExistsError:
+            holder = _holder(path)
+            if not _dead(path, holder, stale):
+                raise ArtifactError(
+                    f"{path}: process {holder.get('pid')} on {holder.get('host')} is writing this artifact. Stop it, "
+                    f"or, if it is gone, wait until {stale:.0f} s have passed since its last sign of life"
+                ) from None
+            # Renamed first: of two runs that find the same dead lease only one can do that.
+            grave = path.with_name(f"{path.name}.{os.getpid()}")
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(grave)
+                grave.unlink()
+    raise ArtifactError(f"{path}: another run took the lease at the same moment")
+
+
+def _dead(path: Path, holder: dict[str, object], stale: float) -> bool:
+    try:
+        if time.time() - path.stat().st_mtime > stale:
+            return True
+    except FileNotFoundError:
+        return True
+    pid = holder.get("pid")
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    if pid == os.getpid():
+        return holder != _me()
+    return not Path(f"/proc/{pid}").exists() if Path("/proc").exists() else False
+
+
+def _holder(path: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _me() -> dict[str, object]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "start": _START}
+
+
+_START = time.time()

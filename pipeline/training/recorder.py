@@ -1,0 +1,100 @@
+"""What happens around the steps of a run: lines in the journal, curves in the tracker, checkpoints, the best so far."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifact import atomic_path, read_json
+from pipeline.distributed import Engine
+from pipeline.training.checkpoint import Saver, random_state
+from pipeline.training.journal import METRICS, TIMINGS, Journal
+from pipeline.training.state import Snapshot, gather
+
+Advance = Callable[..., None]
+_SHOWN = ("loss", "acceptance", "expected_tau")
+
+
+class Recorder:
+    """Implements `loop.Events`. Every rank has one; only rank 0 writes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        *,
+        start: int,
+        keep: int,
+        shapes: dict[str, list[int]],
+        facts: dict[str, Any] | None = None,
+        tracker: Any = None,
+        advance: Advance | None = None,
+    ) -> None:
+        """`facts` go into every checkpoint's state.json; `advance(1, **shown)` moves a progress bar."""
+        self.engine, self.folder, self.tracker, self.advance = engine, folder, tracker, advance
+        self.facts = facts or {}
+        self.first = engine.ranks.rank == 0
+        self.journal = Journal(folder, start) if self.first else None
+        self.saver = Saver(folder / "checkpoints", keep, shapes) if self.first else None
+        self.last: Snapshot | None = None
+        self.best = self._read_best(start)
+
+    def stepped(self, done: int, numbers: dict[str, float], timing: dict[str, float]) -> None:
+        if self.journal is None:
+            return
+        self.journal.write(METRICS, {"step": done, "split": "train", **numbers})
+        self.journal.write(TIMINGS, {"step": done, **timing})
+        if self.tracker is not None:
+            named = {f"train/{name}": value for name, value in {**numbers, **timing}.items()}
+            self.tracker.metrics(named, step=done)
+        if self.advance is not None:
+            shown = {name: numbers[name] for name in _SHOWN if name in numbers}
+            self.advance(1, **shown, tokens_per_second=round(timing["tokens_per_second"]))
+
+    def validated(self, done: int, numbers: dict[str, float]) -> None:
+        if self.journal is not None:
+            self.journal.write(METRICS, {"step": done, "split": "validation", **numbers})
+            if self.tracker is not None:
+                named = {f"validation/{name}": value for name, value in numbers.items()}
+                self.tracker.metrics(named, step=done)
+        if numbers["loss"] < self.best.get("loss", float("inf")):
+            self.best = {"step": done, "loss": numbers["loss"]}
+            snapshot = self._snapshot(done)
+            if self.saver is not None:
+                self.saver.submit_best(snapshot, self.best)
+
+    def save(self, done: int) -> None:
+        self.last = self._snapshot(done)
+        if self.saver is not None:
+            self.saver.submit(self.last)
+
+    def _snapshot(self, done: int) -> Snapshot:
+        """The state after `done` steps; a collective."""
+        if self.last is not None and self.last.step == done:
+            return self.last
+        snapshot = gather(self.engine)
+        random = self.engine.ranks.gather(random_state())
+        snapshot.facts = {**self.facts, "step": done, "engine": self.engine.ranks.engine, "random": random}
+        return snapshot
+
+    def _read_best(self, start: int) -> dict[str, Any]:
+        path = self.folder / "checkpoints" / "best" / "best.json"
+        found = self.engine.ranks.first(read_json(path) if self.first and path.exists() else {})
+        return dict(found) if found.get("step", 0) <= start else {}
+
+    def close(self) -> None:
+        """Finish writing; raises what the last save raised."""
+        if self.journal is not None:
+            self.journal.close()
+        if self.saver is not None:
+            self.saver.close()
+
+
+def publish(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make `folder` whole: `write` fills a temporary one."""
+    with atomic_path(folder) as temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write(temporary)

@@ -1,0 +1,55 @@
+"""The same run under every engine, on one rank and two, and handed from one to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.training import STEPS, steps
+from tests.ranks import run_ranks
+
+ENGINES = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("fsdp2", 2)]
+NEEDS = ("accelerate", "deepspeed", "torch.distributed.fsdp")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    ((lines, weights),) = run_ranks(steps, 1, "single", str(tmp_path_factory.mktemp("single")), STEPS, needs=NEEDS)
+    return lines, weights
+
+
+def close(lines: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
+    assert len(lines) == len(expected)
+    for number, (found, wanted) in enumerate(zip(lines, expected, strict=True)):
+        for name in ("loss", "ce", "tv", "confidence_loss", "grad_norm", "learning_rate", "expected_tau"):
+            assert found[name] == pytest.approx(wanted[name], rel=tolerance), (number, name)
+
+
+@pytest.mark.case("DST-01")
+@pytest.mark.parametrize(("engine", "world"), ENGINES)
+def test_every_engine_gives_the_losses_of_one_rank(engine: str, world: int, alone, tmp_path: Path) -> None:
+    """Contract 4: 12 steps with uneven splits, losses, gradient norms and learning rates to 1e-4, weights too."""
+    results = run_ranks(steps, world, engine, str(tmp_path), STEPS, needs=NEEDS)
+    for lines, _ in results:
+        close(lines, alone[0], 1e-4)
+    weights = results[0][1]
+    for name, value in alone[1].items():
+        assert (weights[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+RELAY = [("ddp", 2, 3), ("zero2", 2, 6), ("fsdp2", 1, 9), ("zero3", 2, STEPS)]
+
+
+@pytest.mark.case("DST-05")
+@pytest.mark.case("DST-10")
+def test_a_run_is_handed_from_engine_to_engine(alone, tmp_path: Path) -> None:
+    """Contract 4: 3 steps each of DDP x2, ZeRO-2 x2, FSDP2 x1, ZeRO-3 x2 are the steps of one uninterrupted rank."""
+    lines: list[dict[str, float]] = []
+    for engine, world, stop in RELAY:
+        results = run_ranks(steps, world, engine, str(tmp_path), stop, needs=NEEDS)
+        lines += results[0][0]
+    close(lines, alone[0], 1e-4)
+    for name, value in alone[1].items():
+        assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), name

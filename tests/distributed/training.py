@@ -1,0 +1,72 @@
+"""What a rank runs in the tests of this folder: some steps of the small world under one engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.distributed import Engine, Ranks, started
+from pipeline.training import checkpoint
+from pipeline.training.loop import Run, train
+from pipeline.training.optimizer import LearningRate, adamw
+from pipeline.training.recorder import Recorder
+from pipeline.training.state import load_moments, load_weights, shapes
+from tests.unit.training.world import World, world
+
+STEPS = 12
+
+
+def prepare(ranks: Ranks, made: World, folder: Path) -> tuple[Engine, Recorder, int]:
+    """Engine and recorder, with the latest checkpoint of `folder` in them; and the step to go on from."""
+    found = checkpoint.latest(folder / "checkpoints")
+    snapshot = None if found is None else checkpoint.load(found)
+    if snapshot is not None:
+        load_weights(made.objective, snapshot, str(found))
+    expected = shapes(made.objective)
+    engine = ranks.prepare(made.objective, adamw(made.objective, made.train))
+    start = 0
+    if snapshot is not None:
+        start = snapshot.step
+        load_moments(engine, snapshot, start)
+    return engine, Recorder(engine, folder, start=start, keep=2, shapes=expected), start
+
+
+def steps(
+    engine: str, folder: str, stop: int, dtype: torch.dtype = torch.float32, hook: str = "", **options: Any
+) -> tuple[list[dict[str, float]], dict[str, Tensor] | None]:
+    """Train to step `stop`, going on from what `folder` holds; (numbers of each step, final weights on rank 0).
+
+    `hook` names a function of `tests.distributed.hooks`, called with (rank, finished steps) after every step.
+    """
+    made = world(dtype=dtype, engine=engine, rows=22, batch=5, learning_rate=0.02, **options)
+    lines: list[dict[str, float]] = []
+    with started(made.train) as ranks:
+        prepared, recorder, start = prepare(ranks, made, Path(folder))
+        seen: Callable[..., None] = recorder.stepped
+
+        def stepped(done: int, numbers: dict[str, float], timing: dict[str, float]) -> None:
+            seen(done, numbers, timing)
+            lines.append(numbers)
+            if hook:
+                from tests.distributed import hooks
+
+                getattr(hooks, hook)(ranks.rank, done)
+
+        recorder.stepped = stepped  # type: ignore[method-assign]
+        run = Run(
+            engine=prepared, frozen=made.frozen, schedule=made.schedule, reader=made.reader, validation=(0, 1, 2),
+            terms=made.terms, rate=LearningRate.of(made.train, STEPS), events=recorder, start=start, stop=stop,
+            dtype=dtype, budget=60, workers=int(os.environ.get("TEST_WORKERS", "1")), validate_every=6,
+            save_every=made.train.save_every,
+        )  # fmt: skip
+        try:
+            train(run)
+        finally:
+            recorder.close()
+        weights = recorder.last.weights if recorder.last is not None else None
+    return lines, weights
