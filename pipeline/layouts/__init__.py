@@ -1,17 +1,16 @@
 """Published checkpoint layouts: writing a drafter the way an engine reads it, and reading it back.
 
-    facts = publish(folder, drafter, frozen=frozen, layout="deepspec", card=..., options=...)
+    facts = publish(folder, drafter, layout="deepspec", frozen=frozen, origin=origin, options=Options())
     drafter, meta = load_published(folder)
 
-    support.py     which layout carries which drafter, and which engine serves it
-    config_json.py DraftConfig -> config.json of each layout, and back
-    tensors.py     the drafter's tensors under each layout's names, and back
+    config_json.py DraftConfig -> config.json of each layout; read_config.py the way back
+    tensors.py     the drafter's tensors under each layout's names, and back; mtp.py for heads inside a target
     files.py       safetensors files (split above a size), tokenizer files, the folder's own hash list
-    publish.py     writes one folder and proves it (check.py)
-    load.py        reads any layout, strictly; rope and block-size rules
+    publish.py     writes one folder, and gives it its name when check.py has proved it
+    load.py        reads any layout, strictly; starting points for training
     sidefiles.py   STS and SPS files in SGLang's schemas
-    card.py        README.md: model card and engine command lines
-    hub.py         upload of a folder; registry.py: what a model registry is told
+    card.py        README.md; serve.py the command line of each engine
+    hub.py         upload of a folder; registry.py what a model registry is told
 
-Imports no transformers.
+Which layout can carry which drafter, and which engine serves it, stands in `pipeline.engines`. No transformers here.
 """

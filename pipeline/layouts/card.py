@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from pipeline.layouts import serve, support
-from pipeline.layouts.support import Facts
+from pipeline import engines
+from pipeline.engines import Facts
+from pipeline.layouts import serve
 
 Record = Mapping[str, Any]
 _NAMES = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3", "mtp": "MTP", "medusa": "Medusa"}
@@ -92,8 +93,8 @@ def _title(story: Story, layout: str) -> str:
 
 def _serving(story: Story, layout: str) -> str:
     lines = ["## Serving", ""]
-    for engine in support.ENGINES:
-        reason = support.engine_problem(engine, layout, story.facts)
+    for engine in engines.ENGINES:
+        reason = engines.engine_problem(engine, layout, story.facts)
         if reason is not None:
             lines += [f"- **{engine}**: no: it {reason}."]
             continue

@@ -40,7 +40,7 @@ def speculative_tokens(config: DraftConfig) -> int:
 
 
 def write_config(config: DraftConfig, layout: str, origin: Origin) -> dict[str, Any]:
-    """The whole config.json of `layout`. The layout must be able to carry the drafter (`support.refuse`)."""
+    """The whole config.json of `layout`. The layout must be able to carry the drafter (`engines.refuse`)."""
     writer = {
         "deepspec": _deepspec,
         "speculators": _speculators,

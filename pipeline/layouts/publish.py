@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from pipeline import engines
 from pipeline.artifact import atomic_path
 from pipeline.draft.interface import Drafter
 from pipeline.errors import ConfigError
-from pipeline.layouts import files, mtp, support
+from pipeline.layouts import files, mtp
 from pipeline.layouts.check import Expectation, self_check
 from pipeline.layouts.config_json import Origin, write_config
 from pipeline.layouts.tensors import left_out, to_layout
@@ -54,7 +55,7 @@ def publish(
         ArtifactError: what was written does not read back as the drafter; nothing is kept.
     """
     facts = facts_of(drafter, frozen, target_type=str(origin.meta.get("target_type", "qwen3")))
-    support.refuse([layout], [], facts)
+    engines.refuse([layout], [], facts)
     if layout == "mtp" and (problems := mtp.size_problems(drafter.config, frozen.config.to_dict())):
         raise ConfigError(problems)
     dtype = DTYPES[options.dtype]
@@ -79,10 +80,10 @@ def publish(
     return proved
 
 
-def facts_of(drafter: Drafter, frozen: Any, *, target_type: str) -> support.Facts:
+def facts_of(drafter: Drafter, frozen: Any, *, target_type: str) -> engines.Facts:
     """What decides where this drafter can go."""
     config = drafter.config
-    return support.Facts(
+    return engines.Facts(
         kind=config.kind,
         layout=config.layout,
         markov=config.markov,

@@ -6,9 +6,9 @@ import json
 import shlex
 from collections.abc import Mapping
 
+from pipeline import engines
+from pipeline.engines import Facts
 from pipeline.errors import ConfigError
-from pipeline.layouts import support
-from pipeline.layouts.support import Facts
 
 VLLM_SINCE = {"dspark": "0.25", "dflash": "0.20", "eagle3": "0.9", "mtp": "0.19"}
 
@@ -44,9 +44,9 @@ def command(
     Raises:
         ConfigError: the engine cannot serve it from this layout; names those that can.
     """
-    reason = support.engine_problem(engine, layout, facts)
+    reason = engines.engine_problem(engine, layout, facts)
     if reason is not None:
-        able = ", ".join(support.servers(layout, facts)) or "none"
+        able = ", ".join(engines.servers(layout, facts)) or "none"
         raise ConfigError(f"{engine} {reason}. Engines that serve it from the {layout} layout: {able}")
     writer = {
         "vllm": _vllm,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.engines import LAYOUTS, carriers, layout_problem
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.layouts import files
 from pipeline.layouts.check import probe
 from pipeline.layouts.load import load_published
 from pipeline.layouts.publish import Options, facts_of, publish
-from pipeline.layouts.support import LAYOUTS, carriers, layout_problem
 from tests.unit.layouts.published import CHANGES, drafter, head, origin, published
 
 ROUTES = [

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from pipeline.layouts import support
-from pipeline.layouts.support import Facts
+from pipeline import engines
+from pipeline.engines import Facts
 
 DSPARK = Facts(kind="dspark", layout="next_token", markov="vanilla", vocabulary=False)
 FILL_IN = Facts(kind="dflash", layout="fill_in", markov="none", vocabulary=False)
@@ -30,12 +30,12 @@ FILL_IN = Facts(kind="dflash", layout="fill_in", markov="none", vocabulary=False
     ],
 )
 def test_layouts_that_can_carry(facts: Facts, layouts: list[str]) -> None:
-    assert support.carriers(facts) == layouts
+    assert engines.carriers(facts) == layouts
 
 
 def test_refusal_names_the_layouts_that_can() -> None:
     """S30: a draft vocabulary needs a layout with d2t and a head of its own."""
-    (problem,) = support.refusals(["specforge"], [], dataclasses.replace(DSPARK, vocabulary=True))
+    (problem,) = engines.refusals(["specforge"], [], dataclasses.replace(DSPARK, vocabulary=True))
     assert "draft vocabulary" in problem and "Layouts that can: deepspec, speculators" in problem
 
 
@@ -43,16 +43,16 @@ def test_refusal_names_the_layouts_that_can() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
 def test_heads_an_engine_cannot_serve_are_refused_for_it(engine: str, markov: str) -> None:
     facts = dataclasses.replace(DSPARK, markov=markov)
-    (problem,) = support.refusals(["deepspec"], [engine], facts)
+    (problem,) = engines.refusals(["deepspec"], [engine], facts)
     assert markov in problem and "Engines that can: sglang, deepspec, speculators, specforge" in problem
-    assert support.refusals(["deepspec"], ["sglang"], facts) == []
+    assert engines.refusals(["deepspec"], ["sglang"], facts) == []
 
 
 def test_dense_layout_with_draft_vocabulary_is_vllms_alone() -> None:
-    assert support.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm"]
+    assert engines.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm"]
 
 
 def test_next_token_dflash_is_not_the_dflash_layout() -> None:
     """S1: relabelled, it would serve at about one token a step without a word."""
-    reason = support.layout_problem("dflash", dataclasses.replace(DSPARK, kind="dflash", markov="none"))
+    reason = engines.layout_problem("dflash", dataclasses.replace(DSPARK, kind="dflash", markov="none"))
     assert reason is not None and "zero head" in reason

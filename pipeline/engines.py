@@ -1,4 +1,6 @@
-"""Which layout can carry which drafter, and which engine serves it. Imports no torch: a config can be refused early.
+"""Published layouts and serving engines: which layout can carry which drafter, and which engine serves it from there.
+
+Imports no torch: a configuration that asks for an impossible export is refused before anything is trained.
 
 An engine that cannot serve a drafter rarely says so: vLLM ignores `markov_head_type`, DFlash readers take any block
 size. So the table stands here, with a reason for every refusal.
@@ -126,11 +128,12 @@ def servers(layout: str, facts: Facts) -> list[str]:
     return [engine for engine in ENGINES if engine_problem(engine, layout, facts) is None]
 
 
-def refusals(layouts: Sequence[str], engines: Sequence[str], facts: Facts) -> list[str]:
+def refusals(layouts: Sequence[str], wanted: Sequence[str], facts: Facts) -> list[str]:
     """Every reason to refuse an export before anything is written; empty when it can go on.
 
     Args:
-        layouts: the folders asked for; engines: those that must be able to serve at least one of them.
+        layouts: the folders asked for.
+        wanted: engines that must be able to serve at least one of them.
     """
     problems = []
     for layout in layouts:
@@ -139,7 +142,7 @@ def refusals(layouts: Sequence[str], engines: Sequence[str], facts: Facts) -> li
             able = ", ".join(carriers(facts)) or "none"
             problems.append(f"export.layouts: {layout} {_joined(reason)}. Layouts that can: {able}")
     good = [layout for layout in layouts if layout_problem(layout, facts) is None]
-    for engine in engines:
+    for engine in wanted:
         reasons = {layout: engine_problem(engine, layout, facts) for layout in good}
         if good and all(reasons.values()):
             able = ", ".join(
@@ -156,8 +159,14 @@ def _joined(reason: str) -> str:
     return reason if reason.startswith(("holds", "has", "is ")) else f"is refused: {reason}"
 
 
-def refuse(layouts: Sequence[str], engines: Sequence[str], facts: Facts) -> None:
+def early_refusals(config: run.Config, *, target_type: str, activation: str, scaled: bool = False) -> list[str]:
+    """`refusals` of a whole configuration, from the target's config.json: `model_type`, `hidden_act`."""
+    facts = facts_of(config.draft, target_type=target_type, activation=activation, scaled=scaled)
+    return refusals(config.export.layouts, config.export.engines, facts)
+
+
+def refuse(layouts: Sequence[str], wanted: Sequence[str], facts: Facts) -> None:
     """Raises ConfigError with every refusal."""
-    problems = refusals(layouts, engines, facts)
+    problems = refusals(layouts, wanted, facts)
     if problems:
         raise ConfigError(problems)
