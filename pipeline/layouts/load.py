@@ -49,7 +49,9 @@ def load_published(
     reading = read_config(data, where=str(path), target=target)
     problems = [f"{path}: {item}" for item in rope_problems(reading.config.rope, target)] if target else []
     found = files.read_tensors(folder)
-    entries = tensors.table(reading.config, reading.layout, confidence_with_markov=reading.confidence_with_markov)
+    entries = tensors.table(
+        reading.config, reading.layout, confidence_with_markov=reading.confidence_with_markov, zero_head=False
+    )
     problems += [f"{folder}: {item}" for item in tensors.list_problems(found, entries, dtype=None)]
     if problems:
         raise ArtifactError("\n".join(problems))

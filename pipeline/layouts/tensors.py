@@ -47,10 +47,15 @@ class Entry:
 # -------------------------------------------------------------------------------------------------- the list
 
 
-def table(config: DraftConfig, layout: str, *, confidence_with_markov: bool = True) -> dict[str, Entry]:
+def table(
+    config: DraftConfig, layout: str, *, confidence_with_markov: bool = True, zero_head: bool = True
+) -> dict[str, Entry]:
     """Every tensor a folder of `layout` holds for this drafter, by name.
 
-    `confidence_with_markov` false: a foreign checkpoint whose confidence head does not read the Markov embedding.
+    Args:
+        confidence_with_markov: false for a foreign checkpoint whose confidence head ignores the Markov embedding.
+        zero_head: whether a next-token drafter without a Markov head has one of zeros, as ours are written; DeepSpec's
+            own (rank 0) have no tensors for it.
     """
     if layout == "mtp":
         return {name: Entry(shape) for name, shape in mtp.shapes(config).items()}
@@ -68,7 +73,7 @@ def table(config: DraftConfig, layout: str, *, confidence_with_markov: bool = Tr
     elif layout in ("speculators", "eagle3"):  # some writers store identity tables
         entries |= {"d2t": Entry((vocab,), "id", optional=True), "t2d": Entry((vocab,), "flag", optional=True)}
     if config.layout == "next_token" and config.kind in ("dspark", "dflash"):
-        entries |= _heads(config)
+        entries |= _heads(config, zero_head=zero_head)
     if not confidence_with_markov and "confidence_head.proj.weight" in entries:
         entries["confidence_head.proj.weight"] = Entry((1, width))
     return entries
@@ -111,13 +116,13 @@ def _layer(config: DraftConfig, layer: str, input_width: int) -> dict[str, Entry
     return entries
 
 
-def _heads(config: DraftConfig) -> dict[str, Entry]:
+def _heads(config: DraftConfig, *, zero_head: bool) -> dict[str, Entry]:
     rank = config.markov_rank or ZERO_RANK
     width = config.hidden_size
-    entries = {
-        "markov_head.markov_w1.weight": Entry((config.target_vocab_size, rank)),
-        "markov_head.markov_w2.weight": Entry((config.vocab_size, rank)),
-    }
+    entries: dict[str, Entry] = {}
+    if config.markov != "none" or zero_head:
+        entries["markov_head.markov_w1.weight"] = Entry((config.target_vocab_size, rank))
+        entries["markov_head.markov_w2.weight"] = Entry((config.vocab_size, rank))
     if config.markov == "gated":
         entries["markov_head.gate_proj.weight"] = Entry((rank, width + rank))
         entries["markov_head.gate_proj.bias"] = Entry((rank,))
