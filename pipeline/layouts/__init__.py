@@ -4,7 +4,8 @@
     drafter, meta = load_published(folder)
 
     config_json.py DraftConfig -> config.json of each layout; read_config.py the way back
-    tensors.py     the drafter's tensors under each layout's names, and back; mtp.py for heads inside a target
+    table.py       the complete tensor list of each layout; tensors.py the drafter's under its names, and back
+    mtp.py         heads that live inside the target's checkpoint
     files.py       safetensors files (split above a size), tokenizer files, the folder's own hash list
     publish.py     writes one folder, and gives it its name when check.py has proved it
     load.py        reads any layout, strictly; starting points for training

@@ -20,8 +20,9 @@ from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Anchors, Context, Drafter
 from pipeline.draft.io import drafter_from_tensors
 from pipeline.errors import ArtifactError
-from pipeline.layouts import files, mtp, tensors
+from pipeline.layouts import files, mtp
 from pipeline.layouts.load import load_published
+from pipeline.layouts.table import list_problems, table
 
 PROBE_TOKENS, PROBE_ANCHORS = 24, (2, 9, 15)
 
@@ -43,8 +44,8 @@ def self_check(folder: Path, drafter: Drafter, frozen: Any, expected: Expectatio
     """
     problems = _config_problems(read_json(folder / "config.json"), expected.config_json)
     found = files.read_tensors(folder)
-    entries = tensors.table(drafter.config, expected.layout)
-    problems += tensors.list_problems(found, entries, dtype=expected.dtype)
+    entries = table(drafter.config, expected.layout)
+    problems += list_problems(found, entries, dtype=expected.dtype)
     wanted = [name for name in ("embed_tokens.weight", "lm_head.weight") if expected.target_tensors and name in entries]
     problems += [f"missing {name}, which the export was to include" for name in wanted if name not in found]
     if not problems:

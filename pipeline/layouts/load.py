@@ -22,9 +22,11 @@ from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Drafter
 from pipeline.draft.io import DESCRIPTION, drafter_from_tensors, load_drafter
 from pipeline.errors import ArtifactError
-from pipeline.layouts import files, tensors
+from pipeline.layouts import files
 from pipeline.layouts.config_json import OWN
 from pipeline.layouts.read_config import read_config, rope_problems
+from pipeline.layouts.table import list_problems, table
+from pipeline.layouts.tensors import from_layout
 
 
 def load_published(
@@ -49,13 +51,13 @@ def load_published(
     reading = read_config(data, where=str(path), target=target)
     problems = [f"{path}: {item}" for item in rope_problems(reading.config.rope, target)] if target else []
     found = files.read_tensors(folder)
-    entries = tensors.table(
+    entries = table(
         reading.config, reading.layout, confidence_with_markov=reading.confidence_with_markov, zero_head=False
     )
-    problems += [f"{folder}: {item}" for item in tensors.list_problems(found, entries, dtype=None)]
+    problems += [f"{folder}: {item}" for item in list_problems(found, entries, dtype=None)]
     if problems:
         raise ArtifactError("\n".join(problems))
-    config, state = tensors.from_layout(reading.config, found, reading.layout, where=str(folder))
+    config, state = from_layout(reading.config, found, reading.layout, where=str(folder))
     own = {key: value for key, value in (data.get(OWN) or {}).items() if key != "layout"}
     return drafter_from_tensors(config, state, where=str(folder)), {**own, "layout": reading.layout}
 
