@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,13 +50,16 @@ class AnchorPlan:
     stop_A: Tensor
     order_A: Tensor | None
     groups: tuple[Group, ...]
+    masks: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     @classmethod
     def build(cls, start_A: Tensor, stop_A: Tensor, *, backend: str) -> AnchorPlan:
         """`backend` is `sdpa`, `flex` or `eager` (see `choose_backend`)."""
-        if backend != "sdpa":
+        if backend == "eager":
             return cls(backend, start_A, stop_A, None, ())
         order_A = torch.argsort(stop_A + start_A, stable=True)  # documents follow each other
+        if backend == "flex":
+            return cls(backend, start_A, stop_A, order_A, ())
         starts, stops = start_A[order_A].tolist(), stop_A[order_A].tolist()
         if torch.equal(order_A, torch.arange(len(stop_A), device=stop_A.device)):
             return cls(backend, start_A, stop_A, None, tuple(_groups(starts, stops)))
@@ -65,11 +69,14 @@ class AnchorPlan:
         """Queries [A, Q, H, d] over context [T, Hkv, d] and own keys [A, S, Hkv, d] → [A, Q, H, d]."""
         if self.backend == "eager":
             return attend_eager(q, k, v, own_k, own_v, self.dense_mask(q.shape[1], k.shape[0], own_k.shape[1]))
-        if self.backend == "flex":
-            from pipeline.draft.flex import attend_flex
-
-            return attend_flex(q, k, v, own_k, own_v, self)
-        return self._grouped(q, k, v, own_k, own_v)
+        if len(self.stop_A) == 0:
+            # Nothing to attend for, yet every weight stays in the graph: ranks must reduce the same gradients.
+            return q + 0.0 * (k.sum() + v.sum() + own_k.sum() + own_v.sum())
+        if self.order_A is None:
+            return self._grouped(q, k, v, own_k, own_v)
+        compute = self._flex if self.backend == "flex" else self._grouped
+        out = compute(q[self.order_A], k, v, own_k[self.order_A], own_v[self.order_A])
+        return out[torch.argsort(self.order_A)]
 
     def dense_mask(self, queries: int, context: int, own: int) -> Tensor:
         """The whole boolean mask [A·Q, T + A·S]: for the eager twin only."""
@@ -80,21 +87,22 @@ class AnchorPlan:
         return torch.cat([seen, same], dim=1).repeat_interleave(queries, dim=0)
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-        if not self.groups:
-            # Nothing to attend for, yet every weight stays in the graph: ranks must reduce the same gradients.
-            return q + 0.0 * (k.sum() + v.sum() + own_k.sum() + own_v.sum())
-        stop_A = self.stop_A
-        if self.order_A is not None:
-            q, own_k, own_v, stop_A = (x[self.order_A] for x in (q, own_k, own_v, stop_A))
+        stop_A = self.stop_A if self.order_A is None else self.stop_A[self.order_A]
         parts = []
         for group in self.groups:
             rows, prefix = slice(group.first, group.last), slice(group.start, group.stop)
             seen_GP = torch.arange(group.start, group.stop, device=q.device) < stop_A[rows, None]
             parts.append(_group_attention(q[rows], k[prefix], v[prefix], own_k[rows], own_v[rows], seen_GP))
-        out = torch.cat(parts)
-        if self.order_A is None:
-            return out
-        return out[torch.argsort(self.order_A)]
+        return torch.cat(parts)
+
+    def _flex(self, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+        from pipeline.draft.flex import attend_flex, block_mask
+
+        shape = (q.shape[1], k.shape[0], own_k.shape[1])
+        if shape not in self.masks:
+            ranges = (x[self.order_A] for x in (self.start_A, self.stop_A))
+            self.masks[shape] = block_mask(*ranges, queries=shape[0], context=shape[1], own=shape[2])
+        return attend_flex(q, k, v, own_k, own_v, self.masks[shape])
 
 
 def _groups(starts: list[int], stops: list[int]) -> list[Group]:

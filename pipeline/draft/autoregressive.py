@@ -34,6 +34,9 @@ class AutoregressiveDrafter(Drafter):
         super().__init__(config, token_ids)
         self.rope = Rope(config.rope, config.head_dim)
 
+    def dense_parts(self) -> list[tuple[nn.Module, str]]:
+        return [(self, "read"), (self, "close")]
+
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """What the target knew: taps [..., L, D] or last hidden states [..., D] → [..., D]."""
         raise NotImplementedError

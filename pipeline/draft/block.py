@@ -35,6 +35,9 @@ class BlockDrafter(Drafter):
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.rope = Rope(config.rope, config.head_dim)
 
+    def dense_parts(self) -> list[tuple[nn.Module, str]]:
+        return [(self, "features"), *((layer, part) for layer in self.layers for part in ("before", "after"))]
+
     def features(self, taps: Tensor) -> Tensor:
         """H_ctx = RMSNorm(W_c [taps]) (S3): [..., L, D] → [..., D]."""
         return self.hidden_norm(self.fc(taps.flatten(-2)))

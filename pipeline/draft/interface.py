@@ -128,7 +128,15 @@ class Drafter(nn.Module):
         """Choose how to compute on `device`; returns the attention's reason, to be printed (DEP-04)."""
         backend, reason = choose_backend(attention, device)
         self.execution = Execution(backend, compile, activation_checkpointing)
+        for module, method in self.dense_parts():
+            vars(module).pop(method, None)
+            if compile:
+                setattr(module, method, torch.compile(getattr(module, method), dynamic=True))
         return reason
+
+    def dense_parts(self) -> list[tuple[nn.Module, str]]:
+        """Methods worth compiling: everything around attention, which has its own kernels and data-dependent shapes."""
+        return []
 
     def forward(
         self, context: Context, anchors: Anchors, embed_VD: Tensor, *, detach_confidence: bool = False

@@ -113,13 +113,15 @@ class DraftLayer(nn.Module):
 
     def over(self, hidden: Tensor, context: tuple[Tensor, Tensor], block_tables: Tables, attend: Attend) -> Tensor:
         """The layer on given context keys and values (decoding reads them from its cache)."""
-        q, own_k, own_v = self._before(hidden, block_tables)
-        return self._after(hidden, attend(q, *context, own_k, own_v))
+        q, own_k, own_v = self.before(hidden, block_tables)
+        return self.after(hidden, attend(q, *context, own_k, own_v))
 
-    def _before(self, hidden: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, hidden: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention needs of the block: queries, own keys, own values."""
         x = self.input_layernorm(hidden)
         return self.self_attn.queries(x, tables), *self.self_attn.keys_values(x, tables)
 
-    def _after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def after(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The layer's remainder: output projection and MLP, each added to the residual stream."""
         hidden = hidden + self.self_attn.output(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -25,7 +25,11 @@ class Medusa(Drafter):
             nn.Sequential(*(ResidualBlock(width) for _ in range(config.layers))) for _ in range(config.block_size)
         )
 
-    def _heads(self, last_hidden: Tensor) -> Tensor:
+    def dense_parts(self) -> list[tuple[nn.Module, str]]:
+        return [(self, "heads")]
+
+    def heads(self, last_hidden: Tensor) -> Tensor:
+        """The state before the anchor [N, D] → one state per slot [N, K, D]."""
         return torch.stack([head(last_hidden) for head in self.medusa_head], dim=1)
 
     def backbone(self, context: Context, anchors: Anchors, embed_VD: Tensor) -> Tensor:
@@ -33,7 +37,7 @@ class Medusa(Drafter):
             raise ValueError("Medusa reads the target's last hidden states, but the context carries none")
         start_A, index_A = visible_ranges(context.document_T, anchors.index_A)
         before = context.last_hidden_TD[(index_A - 1).clamp(min=0)]
-        return self._heads(before * (index_A > start_A)[:, None])
+        return self.heads(before * (index_A > start_A)[:, None])
 
     def start(self, batch: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype) -> DraftState:
         return DraftState.empty(self.config, batch, max_length, layers=0, features=True, device=device, dtype=dtype)
@@ -74,7 +78,7 @@ class Medusa(Drafter):
         lengths_B = state.lengths_B[rows]
         last = state.features_BND[rows, (lengths_B - 1).clamp(min=0)] * (lengths_B > 0)[:, None]
         first: ResidualBlock = self.medusa_head[0][0]  # type: ignore[index, assignment]
-        return self.sample_block(state, self._heads(last.to(first.linear.weight.dtype)), anchors_B, sampler, frozen)
+        return self.sample_block(state, self.heads(last.to(first.linear.weight.dtype)), anchors_B, sampler, frozen)
 
 
 class ResidualBlock(nn.Module):
