@@ -1,0 +1,52 @@
+"""`train`: the drafter learns from the target's hidden states and distributions.
+
+    dspark train -c FILE
+    accelerate launch --config_file configs/accelerate/ddp.yaml -m pipeline train -c FILE
+    torchrun --nproc_per_node 8 -m pipeline train -c FILE
+
+One optimizer step is one global batch, whatever computes it. Killed, preempted or resized anywhere, the same command
+goes on from the last checkpoint, and ends with the same weights. A finished artifact is never trained again.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from pipeline.chain import StageContext
+from pipeline.distributed import Ranks, started
+from pipeline.progress import progress, say
+from pipeline.training.lease import lease
+from pipeline.training.loop import train
+from pipeline.training.session import Session
+
+
+def run(context: StageContext) -> None:
+    """Train to the last step, then publish `draft/` and the manifest.
+
+    Raises Stopped after a save when asked to stop, DataError for losses that are not finite or nothing to train on,
+    ArtifactError when another run holds the artifact or a checkpoint does not fit.
+    """
+    with started(context.config.train) as ranks, ExitStack() as stack:
+        if ranks.rank == 0:
+            stack.enter_context(lease(context.artifact.path / "lease.json"))
+        ranks.barrier()
+        _train(context, ranks)
+
+
+def _train(context: StageContext, ranks: Ranks) -> None:
+    session = Session.open(context, ranks)
+    for line in session.summary():
+        say(line)
+    total, start = session.total, session.point.start
+    with progress(total, what="train", unit="steps", done=start) as bar:
+        run, recorder = session.prepare(bar.advance)
+        try:
+            torch.manual_seed(context.config.seed * 1000 + ranks.rank)
+            session.restore_random()
+            train(run)
+        finally:
+            recorder.close()
+    if ranks.rank == 0:
+        session.publish(recorder)
