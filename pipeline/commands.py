@@ -45,6 +45,12 @@ OTHER_COMMANDS = {
         "dspark run -c configs/debug.yaml train.steps=40",
         "pipeline.operations.run:chain",
     ),
+    "submit": Command(
+        "submit the chain to Slurm: what is missing, each stage after the one before",
+        "dspark submit -c configs/debug.yaml --dry-run",
+        "launch.submit:submit",
+        (("--dry-run", "print the commands, and what each node would run"),),
+    ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
         "dspark status -c configs/debug.yaml",

@@ -9,6 +9,7 @@ Imports no torch: it runs on login nodes.
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,29 @@ __all__ = [
 # ------------------------------------------------------------------------------------------------ loading
 
 
+class _Loader(yaml.SafeLoader):
+    """Numbers as YAML 1.2 reads them: 24:00:00 is text (1.1 counts in sixties), 1e-3 is a number (1.1: text)."""
+
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rows if tag not in (_INT, _FLOAT)]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf)$|^\.(?:nan|NaN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides (values parsed as YAML), and validate everything.
 
@@ -79,7 +103,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except yaml.YAMLError as error:
@@ -108,7 +132,7 @@ def _override(tree: dict[str, Any], item: str) -> str | None:
     if not equals or not all(parts):
         return f"override {item!r}: write section.key=value"
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
         return f"override {item!r}: value is not valid YAML: {error}"
     node: Any = tree

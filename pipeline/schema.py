@@ -15,17 +15,24 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def _whole(value: Any) -> Any:
-    """Counts are whole numbers: 4.0, "4x" and true are refused rather than rounded or cast."""
-    if isinstance(value, bool | float):
-        raise ValueError(f"a whole number is expected, found {value!r}")
+    """Counts are whole numbers: 4.0, "4" and true are refused rather than rounded or cast."""
+    if isinstance(value, bool | float | str):
+        raise ValueError("a whole number is expected")
+    return value
+
+
+def _number(value: Any) -> Any:
+    """Text stays allowed, because YAML reads 1e-3 as text; true is not 1.0."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected")
     return value
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=False)]
 
 
 def result(default: Any = ..., doc: str = "", **kwargs: Any) -> Any:
@@ -253,7 +260,7 @@ class Train(Section):
         None, "null takes what the launcher was configured with"
     )
     sharded_checkpoints: bool = execution(False, "save with torch.distributed.checkpoint instead of gathering")
-    workers: Natural = execution(0, "reader processes per rank")
+    workers: Natural = execution(1, "reader threads per rank; 0 reads between the steps")
 
     @model_validator(mode="after")
     def _some_loss(self) -> Train:

@@ -37,12 +37,20 @@ def traced(artifact: Artifact) -> Iterator[None]:
             yield
         except Stopped as stop:
             write_json(artifact.path / STOPPED, {**_who(), "stage": artifact.stage, "reason": str(stop)})
+            _tell_batch_script(str(stop))
             raise
         except BaseException as error:
             with contextlib.suppress(Exception):  # the disk may be the reason
                 text = f"{type(error).__name__}: {error}"
                 write_json(artifact.path / FAILED, {**_who(), "stage": artifact.stage, "error": text})
             raise
+
+
+def _tell_batch_script(reason: str) -> None:
+    """Exit code 0 is all that launchers pass on, so a batch script names a file: when it is there, this job stopped."""
+    note = os.environ.get("DSPARK_STOP_NOTE")
+    if note and rank() == 0:
+        Path(note).write_text(f"{reason}\n", encoding="utf-8")
 
 
 def _who() -> dict[str, Any]:

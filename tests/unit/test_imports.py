@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
         "runner", "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen",
         "shards", "corpus", "tracking", "launch",
     },
-    "commands": {"launch"},
+    "commands": set(),
     "__main__": {"commands", "runner"},
     "launch": set(),
     "tools": {

@@ -1,0 +1,235 @@
+"""The configuration refuses what it cannot mean, says everything at once, and means the same after a round trip."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import typing
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline import config as configuration
+from pipeline.commands import COMMANDS
+from pipeline.config import Config, Section, dump, load, result_fields, validate
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBUG = ROOT / "configs" / "debug.yaml"
+NEEDED = {"targets.channel_rms": ["targets.taps=int4"]}  # booleans that mean something only beside another setting
+
+
+def tree() -> dict[str, Any]:
+    return dict(yaml.safe_load(DEBUG.read_text(encoding="utf-8")))
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(DEBUG, overrides)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def sections() -> Iterator[type[Section]]:
+    yield Config
+    for value in vars(configuration).values():
+        if isinstance(value, type) and issubclass(value, Section) and value not in (Section, Config):
+            yield value
+
+
+def fields(kind: Any) -> Iterator[tuple[str, Any]]:
+    """(section.key, annotation) of every field of Config's direct sections whose type is exactly `kind`."""
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for key, inner in field.annotation.model_fields.items():
+                if inner.annotation is kind:
+                    yield f"{name}.{key}", inner
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+@pytest.mark.case("CFG-01")
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("train.num_epoch=2", ["train.num_epoch"]),
+        ("train.learning_rat=1e-3", ["train.learning_rat", "train.learning_rate"]),
+        ("trian.steps=2", ["trian", "train"]),
+        ("target.tiny.layer=2", ["target.tiny.layer", "target.tiny.layers"]),
+        ("data.sources.0.limits=2", ["data.sources.0.limits", "data.sources.0.limit"]),
+        ("data.near_duplicates.treshold=0.5", ["data.near_duplicates.treshold", "data.near_duplicates.threshold"]),
+        ("draft.gamma=7", ["draft.gamma"]),
+        ("train..steps=2", ["train..steps"]),
+        (".steps=2", [".steps"]),
+        ("train.steps", ["train.steps", "section.key=value"]),
+        ("seed.value=2", ["seed"]),
+        ("data.sources.9.limit=2", ["data.sources.9"]),
+        ("train.steps=[1", ["train.steps"]),
+    ],
+)
+def test_a_wrong_override_is_refused_with_its_path_and_the_nearest_key(override: str, named: list[str]) -> None:
+    text = "\n".join(problems(override))
+    assert [name for name in named if name not in text] == []
+
+
+@pytest.mark.case("CFG-01")
+def test_unknown_keys_in_the_file_and_all_problems_at_once() -> None:
+    wrong = {**tree(), "answer": {}, "seed": -1}
+    wrong["train"] = {**wrong["train"], "step": 3, "max_grad_norm": "much"}
+    with pytest.raises(ConfigError) as caught:
+        validate(wrong)
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4
+    for part in ("did you mean answers?", "did you mean train.steps?", "seed", "train.max_grad_norm", "'much'"):
+        assert part in text
+
+
+@pytest.mark.parametrize("content", ["", "- a\n- b\n", "train: {", "just text"])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match="c.yaml"):
+        load(path)
+    with pytest.raises(ConfigError, match="missing.yaml"):
+        load(tmp_path / "missing.yaml")
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+@pytest.mark.case("CFG-02")
+@pytest.mark.parametrize("key", [key for key, _ in fields(bool)])
+def test_every_boolean_goes_both_ways(key: str) -> None:
+    section, name = key.split(".")
+    needed = NEEDED.get(key, [])
+    for text, value in (("true", True), ("false", False), ("False", False), ("'false'", False), ("'0'", False)):
+        assert getattr(getattr(load(DEBUG, [*needed, f"{key}={text}"]), section), name) is value
+        base = load(DEBUG, needed).model_dump()
+        base[section][name] = yaml.safe_load(text)
+        assert getattr(getattr(validate(base), section), name) is value
+    assert key in problems(f"{key}=maybe")[0]
+
+
+@pytest.mark.case("CFG-03")
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("train.steps", ["0", "-1", "2.5", "2.0", "'4'", "1:30", "many", "true"]),
+        ("train.global_batch_size", ["0", "-4", "1e3"]),
+        ("draft.block_size", ["0", "7.0", "null"]),
+        ("answers.top_k", ["-1", "0.5", "false"]),
+        ("data.calibration_fraction", ["-0.1", "1.5", ".nan", "half", "true"]),
+        ("answers.top_p", ["1.01", ".inf"]),
+        ("train.learning_rate", ["0", "-1e-3", ".inf", ".nan", "true"]),
+        ("train.betas", ["[0.9]", "[0.9, 1.5]", "0.9"]),
+        ("train.position_decay", ["0", "-4", "blocksize"]),
+        ("launch.port", ["80", "70000"]),
+        ("draft.kind", ["dspork"]),
+        ("experiment", ["../up", "''", "a b"]),
+    ],
+)
+def test_counts_ratios_and_choices_are_refused_with_their_name(key: str, values: list[str]) -> None:
+    for value in values:
+        assert any(key in problem for problem in problems(f"{key}={value}")), value
+
+
+def test_numbers_and_times_are_read_as_people_write_them(tmp_path: Path) -> None:
+    config = load(DEBUG, ["train.learning_rate=1e-3", "launch.time_limit=24:00:00", "export.max_shard_bytes=5_000"])
+    assert (config.train.learning_rate, config.launch.time_limit) == (1e-3, "24:00:00")
+    assert config.export.max_shard_bytes == 5000
+    path = tmp_path / "again.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path) == config
+
+
+# ------------------------------------------------------------------------------------------------ roles, round trip
+
+
+def test_every_field_is_marked_result_or_execution_and_documented() -> None:
+    unmarked = [
+        f"{section.__name__}.{name}"
+        for section in sections()
+        for name, field in section.model_fields.items()
+        if (field.json_schema_extra or {}).get("role") not in ("result", "execution") or not field.description  # type: ignore[union-attr]
+    ]
+    assert unmarked == []
+
+
+def test_execution_fields_are_not_hashed_and_result_fields_are() -> None:
+    plain = result_fields(load(DEBUG).train)
+    assert result_fields(load(DEBUG, ["train.micro_batch_tokens=64", "train.engine=zero2"]).train) == plain
+    assert result_fields(load(DEBUG, ["train.learning_rate=0.5"]).train) != plain
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_files_load_and_survive_dump_and_load(path: Path, tmp_path: Path) -> None:
+    config = load(path)
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(config), encoding="utf-8")
+    assert load(again) == config
+
+
+# ------------------------------------------------------------------------------------------------ outside
+
+
+@pytest.mark.case("DEP-02")
+def test_a_refused_configuration_costs_no_torch_and_exit_code_2() -> None:
+    code = (
+        "import sys; from pipeline.__main__ import main\n"
+        f"code = main(['train', '-c', {str(DEBUG)!r}, 'train.stepz=1', 'draft.mask_token_id=99'])\n"
+        "heavy = [name for name in ('torch', 'deepspeed', 'transformers', 'mlflow') if name in sys.modules]\n"
+        "sys.exit(code if not heavy else repr(heavy))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 2, run.stderr
+    assert "train.stepz" in run.stderr and "train.steps" in run.stderr and "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.case("CFG-04")
+def test_the_wheel_carries_commands_configs_and_batch_scripts(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "pipeline", "launch", "configs", "slurm"):
+        _copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=300)
+
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {
+        path.relative_to(ROOT).as_posix() for top in ("pipeline", "launch") for path in (ROOT / top).rglob("*.py")
+    }
+    assert modules - names == set()
+    assert not any(name.startswith(("tests/", "tools/", "configs/")) for name in names)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "from launch.shipped import shipped; from pipeline.__main__ import main\n"
+        "files = ['configs/debug.yaml', 'configs/accelerate/zero2.yaml', 'slurm/stage.sbatch', 'slurm/shards.sbatch']\n"
+        f"assert all(str(shipped(name)).startswith({str(site)!r}) for name in files)\n"
+        "main(['--help'])"
+    )
+    run = subprocess.run([sys.executable, "-I", "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert [name for name in COMMANDS if name not in run.stdout] == []
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A source tree without leftovers of earlier builds."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_file():
+        target.write_bytes(source.read_bytes())
+        return
+    for path in source.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            _copy(path, target / path.relative_to(source))
+
+
+def test_type_table_is_not_empty() -> None:
+    assert len(list(fields(bool))) > 10 and typing.get_type_hints(Config)
