@@ -140,7 +140,7 @@ def _rest_of_line(file: IO[bytes]) -> None:
 
 def _parsed(line: bytes, name: str, number: int) -> Raw:
     try:
-        return Raw(name, number, json.loads(line.removeprefix(b"\xef\xbb\xbf")))
+        return Raw(name, number, json.loads(line.removeprefix(b"\xef\xbb\xbf").rstrip()))
     except (ValueError, RecursionError) as error:
         return Raw(name, number, problem="bad_json", detail=str(error))
 

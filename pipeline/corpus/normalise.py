@@ -23,7 +23,7 @@ _ROLES = {
     "function_call": "call", "tool_call": "call",
 }  # fmt: skip
 
-# (prompt, optional addition to the prompt, response); the first pair whose prompt column is there is taken.
+# (prompt, optional addition to the prompt, response); the first pair that is there is taken; a prompt alone will do.
 _PAIRS = (
     ("prompt", None, "response"),
     ("prompt", None, "completion"),
@@ -80,8 +80,10 @@ def _turns(raw: Mapping[str, Any]) -> list[Any]:
         if isinstance(turns, Sequence) and not isinstance(turns, str):
             return [part for turn in turns for part in _input_output(turn)]
     for prompt, addition, response in _PAIRS:
-        if raw.get(prompt) is not None and (response in raw or prompt == "prompt"):
-            return _pair(raw[prompt], raw.get(addition) if addition else None, raw.get(response))
+        if raw.get(prompt) is not None and response in raw:
+            return _pair(raw[prompt], raw.get(addition) if addition else None, raw[response])
+    if raw.get("prompt") is not None:
+        return _pair(raw["prompt"], None, None)
     raise Skip("unknown_shape", f"columns: {', '.join(sorted(map(str, raw)))}")
 
 

@@ -44,14 +44,7 @@ class Unit:
     seed: int
     pieces: tuple[Piece, ...]
     limit: int | None = None
-
-    @property
-    def default_name(self) -> str:
-        """Source name of rows that bring none: the demo's, the hub id's or the file's."""
-        if self.source.demo is not None:
-            return self.source.demo
-        text = str(self.source.path)
-        return Path(self.pieces[0].file).name.split(".", 1)[0] if local_files(text) else text
+    default_name: str = ""  # source name of rows that bring none: the demo's, the hub id's or the file's
 
 
 def plan_units(data: Data, *, seed: int) -> list[Unit]:
@@ -64,13 +57,19 @@ def plan_units(data: Data, *, seed: int) -> list[Unit]:
         except ConfigError as error:
             problems += [f"data.sources.{index}: {problem}" for problem in error.problems]
             continue
-        blank = Unit("", index, source, seed, (), None)
+        blank = Unit("", index, source, seed, ())
         if source.limit is not None and source.demo is None:
             pieces_of_units = [tuple(replace(piece, stop=None) for piece in _whole(pieces))]
         else:
             pieces_of_units = [(piece,) for piece in pieces]
         units += [
-            replace(blank, key=f"{index:02d}-{number:05d}", pieces=group, limit=source.limit)
+            replace(
+                blank,
+                key=f"{index:02d}-{number:05d}",
+                pieces=group,
+                limit=source.limit,
+                default_name=_name(source, group),
+            )
             for number, group in enumerate(pieces_of_units)
         ]
     if problems:
@@ -88,6 +87,13 @@ def read_unit(unit: Unit) -> Iterator[Raw]:
                     return
                 left -= 1
             yield raw
+
+
+def _name(source: Source, pieces: Sequence[Piece]) -> str:
+    if source.demo is not None:
+        return source.demo
+    text = str(source.path)
+    return Path(pieces[0].file).name.split(".", 1)[0] if local_files(text) else text
 
 
 def _pieces(source: Source) -> list[Piece]:
