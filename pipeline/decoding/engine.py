@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.decoding.cache import RaggedCache
 from pipeline.decoding.randoms import uniforms
@@ -31,7 +30,6 @@ class Round:
     scheduled: int
     accepted: int
     bonus: int
-    stop_slot: int | None = None
     confidence: tuple[float, ...] | None = None
 
 
@@ -43,6 +41,18 @@ class Generation:
     ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     rounds: list[Round] = field(default_factory=list)
+
+    def cut(self, limit: int) -> Generation:
+        """As if decoded with a smaller limit. The round that crosses it stays, counted before the cut (S23)."""
+        if len(self.ids) <= limit:
+            return self
+        kept, tokens = [], 1
+        for step in self.rounds:
+            if tokens >= limit:
+                break
+            kept.append(step)
+            tokens += step.accepted + step.bonus
+        return Generation(self.prompt_length, self.ids[:limit], "length", kept)
 
 
 @dataclass
@@ -206,9 +216,7 @@ class _Batch:
             kept = accepted if stop is None else stop + 1
             new = [*drafted[:kept], *([token_B[slot]] if stop is None else [])]
             confidence = None if confidence_BK is None else tuple(confidence_BK[slot])
-            row.generation.rounds.append(
-                Round(lengths_B[slot], kept, int(stop is None), None if stop is None else stop + 1, confidence)
-            )
+            row.generation.rounds.append(Round(lengths_B[slot], kept, int(stop is None), confidence))
             row.anchor, row.position = token_B[slot], row.position + accepted + 1
             if self._extend(row, new):
                 self.active[slot] = None

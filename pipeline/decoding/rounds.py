@@ -40,6 +40,7 @@ class Clock:
 
     device: torch.device | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    rounds: int = 0
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -107,6 +108,7 @@ class Engine:
     def play(self, rows: Rows) -> Outcome:
         """Draft, schedule, verify, correct (S20, S21), and show the drafter what was kept."""
         clock, block_size, device = self.clock, self.block_size, rows.anchors_B.device
+        clock.rounds += 1
         with clock.part("sample"):
             final_B, draft_BK, accept_BK = _split(uniforms(rows.seeds_B, rows.positions_B, 1 + 2 * block_size))
         with clock.part("draft"):

@@ -1,0 +1,66 @@
+"""Figures of calibration and evaluation (matplotlib, no display)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def _figure(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.8) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).reshape(-1)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    """PNG without the date and version that would make equal figures differ."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    return path
+
+
+def reliability_plot(calibration: dict[str, Any], path: Path) -> Path | None:
+    """Reliability diagram per slot before and after STS, on report prompts (paper Fig. 6)."""
+    judged = calibration["report"]["all"]
+    slots = [slot for slot, n in enumerate(judged["n"]) if n]
+    if not slots:
+        return None
+    figure, axes = _figure(min(len(slots), 4), -(-len(slots) // 4))
+    for axis in axes[len(slots) :]:
+        axis.axis("off")
+    for axis, slot in zip(axes, slots, strict=False):
+        axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for when, style in (("before", "o--"), ("after", "o-")):
+            bins = [entry for entry in judged[f"reliability_{when}"][slot] if entry["n"]]
+            error = judged[f"ece_{when}"][slot]
+            axis.plot(
+                [entry["value"] for entry in bins], [entry["outcome"] for entry in bins], style, markersize=3,
+                label=f"{when}: ECE {error:.3f}",
+            )  # fmt: skip
+        axis.set(title=f"slot {slot + 1} (n = {judged['n'][slot]})", xlim=(0, 1), ylim=(0, 1))
+        axis.set(xlabel="predicted survival", ylabel="accepted")
+        axis.legend(fontsize=7)
+    return _save(figure, path)
+
+
+def acceptance_plot(records: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Conditional acceptance by slot, pooled prompts, one panel per temperature (paper Fig. 2)."""
+    pooled = [record for record in records if record["domain"] is None and record["num_rounds"]]
+    temperatures = sorted({record["temperature"] for record in pooled})
+    if not pooled:
+        return None
+    figure, axes = _figure(len(temperatures), width=4.0)
+    for axis, temperature in zip(axes, temperatures, strict=True):
+        for record in pooled:
+            if record["temperature"] != temperature:
+                continue
+            points = [
+                (slot, value) for slot, value in enumerate(record["conditional_acceptance"], 1) if value is not None
+            ]  # fmt: skip
+            label = f"{record['drafter']}, {Path(record['prompts']).stem} (tau {record['tau']:.2f})"
+            axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
+        axis.set(title=f"T = {temperature:g}", xlabel="slot k", ylabel="P(k accepted | k - 1 accepted)", ylim=(0, 1))
+        axis.legend(fontsize=7)
+    return _save(figure, path)

@@ -1,0 +1,110 @@
+"""The evaluate stage: report, errors, chat modes, resume, splits of the work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.artifact import read_json
+from pipeline.decoding.report import without_timings
+from pipeline.errors import ConfigError
+from pipeline.stages import calibrate, evaluate
+from tests.stages.prepared import context_of, prepare
+
+
+def finish(config):
+    calibrate.run(context_of(config, "calibrate"))
+    context = context_of(config, "evaluate")
+    evaluate.run(context)
+    return context
+
+
+def record_of(report, **wanted):
+    (found,) = [r for r in report["records"] if all(r[key] == value for key, value in wanted.items())]
+    return found
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    return finish(prepare(tmp_path_factory.mktemp("work")))
+
+
+def test_report_has_one_record_per_drafter_prompt_set_and_temperature(evaluated):
+    report = read_json(evaluated.artifact.path / "report.json")
+    for temperature in (0.0, 1.0):
+        pooled = record_of(report, drafter="dspark", domain=None, temperature=temperature)
+        parts = [
+            record_of(report, drafter="dspark", domain=domain, temperature=temperature)
+            for domain in ("apples", "counting")
+        ]
+        assert pooled["num_rounds"] == sum(part["num_rounds"] for part in parts)
+        tokens = sum(part["tau"] * part["num_rounds"] for part in parts)
+        assert pooled["tau"] == pytest.approx(tokens / pooled["num_rounds"]), "pooled, not a mean of means"
+        assert pooled["num_prompts"] == 6 and pooled["error_rate"] == 0
+        assert pooled["tokens_per_second"] > 0 and pooled["vanilla_tokens_per_second"] > 0
+        assert record_of(report, drafter="prompt-lookup", domain=None, temperature=temperature)["num_rounds"] > 0
+    lossless = record_of(report, drafter="dspark", domain=None, temperature=0.0)["lossless"]
+    assert lossless["compared"] == 6 and lossless["faults"] == []
+    assert (evaluated.artifact.path / "report.md").read_text().count("| dspark |") >= 6
+    assert evaluated.artifact.complete
+
+
+@pytest.mark.case("EVA-05")
+def test_the_report_states_its_definition_and_prints_both_lengths(evaluated):
+    report = read_json(evaluated.artifact.path / "report.json")
+    assert "1 bonus" in report["definitions"]["tau"]
+    record = record_of(report, drafter="dspark", domain=None, temperature=1.0)
+    assert record["tau"] == pytest.approx(record["tau_draft_only"] + 1, abs=0.06)
+
+
+def test_resumed_and_split_runs_give_the_same_report(evaluated, tmp_path, monkeypatch):
+    config = prepare(tmp_path / "work")
+    calibrate.run(context_of(config, "calibrate"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        evaluate.run(context_of(config, "evaluate"))
+    context = context_of(config, "evaluate")
+    assert context.artifact.complete
+    first, second = (read_json(one.artifact.path / "report.json") for one in (evaluated, context))
+    assert without_timings(first) == without_timings(second)
+
+
+@pytest.mark.case("DAT-16")
+@pytest.mark.case("EVA-06")
+def test_another_chat_mode_is_refused_with_both_values(tmp_path):
+    config = prepare(tmp_path / "work")
+    changed = config.model_copy(update={"template": config.template.model_copy(update={"system_prompt": "Be brief."})})
+    context = context_of(config, "evaluate")
+    calibrate.run(context_of(config, "calibrate"))
+    other = type(context)(changed, context.artifact, context.inputs, context.tracker, context.chain)
+    with pytest.raises(ConfigError, match="system_prompt: None then, 'Be brief.' now"):
+        evaluate.run(other)
+
+
+@pytest.mark.case("EVA-09")
+def test_a_failing_prompt_is_counted_not_dropped(tmp_path):
+    lines = [{"turns": ["Count from 1 to 6."]}, {"turns": ["Hi " * 3000]}, {"turns": ["Count from 3 to 8."]}]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    context = finish(prepare(tmp_path / "work", f"evaluate.prompt_sets=[{file}]"))
+    record = record_of(read_json(context.artifact.path / "report.json"), drafter="dspark", temperature=1.0)
+    assert record["num_prompts"] == 3 and record["error_rate"] == pytest.approx(1 / 3)
+    assert "prompt_too_long" in record["errors"][0]["error"]
+    assert record["stop_rate"] + record["truncated_rate"] == pytest.approx(1.0)
+
+
+@pytest.mark.case("EVA-10")
+def test_several_prompt_sets_are_reported_apart_and_together(tmp_path):
+    files = []
+    for name in ("first", "second"):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"turns": [f"Count from {n} to 9.", "Go on."]}) + "\n" for n in range(3)))
+        files.append(str(file))
+    context = finish(prepare(tmp_path / "work", f"evaluate.prompt_sets=[{', '.join(files)}]"))
+    report = read_json(context.artifact.path / "report.json")
+    parts = [record_of(report, drafter="dspark", prompts=file, temperature=0.0) for file in files]
+    whole = record_of(report, drafter="dspark", prompts="all", domain=None, temperature=0.0)
+    assert whole["num_prompts"] == 6 and whole["num_rounds"] == sum(part["num_rounds"] for part in parts)
+    assert whole["num_answers"] == 12, "both turns are played"

@@ -1,0 +1,42 @@
+"""S28: what the profile stage measures and writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.artifact import read_json
+from pipeline.decoding.sps import grid, rows_of, synthetic
+from pipeline.speculative.scheduler import SpsTable
+from pipeline.stages import profile
+from tests.stages.prepared import context_of, prepare
+
+
+def test_s28_full_grid_has_every_size_to_64_then_steps_of_a_tenth():
+    sizes = grid("full", 512)
+    assert sizes[:64] == list(range(1, 65)) and sizes[-1] == 512
+    assert all(b <= a * 1.1 for a, b in zip(sizes[63:], sizes[64:], strict=False))
+    assert grid("full", 5) == [1, 2, 3, 4, 5]
+    assert grid("powers_of_two", 40) == [1, 2, 4, 8, 16, 32, 40]
+
+
+def test_measured_table_is_served_and_says_how_it_was_made(tmp_path):
+    config = prepare(tmp_path / "work", "profile.max_batch_tokens=12", "profile.grid=full", "profile.repeats=2")
+    context = context_of(config, "profile")
+    context.artifact.manifest_path.unlink()
+    profile.run(context)
+    found = read_json(context.artifact.path / "sps.json")
+    assert found["sample_batch_tokens"] == list(range(1, 13)) and found["max_batch_tokens"] == 12
+    assert min(found["sample_steps_per_sec"]) > 0
+    assert found["source"].startswith("measured") and found["lookup"].startswith("floor")
+    assert found["context_length"] == 64 and found["rows"] == [rows_of(size) for size in range(1, 13)]
+    SpsTable.read(found)
+
+
+@pytest.mark.parametrize("name", ["constant", "sqrt", "staircase"])
+def test_synthetic_curves_say_that_they_are(tmp_path, name):
+    config = prepare(tmp_path / "work", f"profile.synthetic={name}")
+    context = context_of(config, "profile")
+    profile.run(context)
+    found = read_json(context.artifact.path / "sps.json")
+    assert found["source"] == f"synthetic: {name}" == context.artifact.manifest()["source"]
+    assert synthetic(name, [1, 16, 17])["sample_steps_per_sec"][0] == 100.0
