@@ -16,7 +16,7 @@ from pipeline import engines, stopping
 from pipeline.artifact import read_json
 from pipeline.chain import StageContext
 from pipeline.draft.interface import Drafter
-from pipeline.draft.io import load_drafter
+from pipeline.draft.io import TENSORS, load_drafter
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.frozen import Frozen, load_frozen
 from pipeline.layouts import files, sidefiles
@@ -136,11 +136,12 @@ def find_calibration(context: StageContext) -> dict[str, Any] | None:
     Raises ConfigError when only other temperatures were fitted: one of those would be wrong silently (S25).
     """
     calibrate, wanted = context.inputs["calibrate"], context.config.export.temperature
+    weights = context.inputs["train"].facts()[f"draft/{TENSORS}"]["sha256"]
     fitted = {path: read_json(path) for path in sorted(calibrate.path.glob("sts-T*.json"))}
     for path, data in fitted.items():
         checkpoint = data.get("checkpoint")
-        if checkpoint is not None and checkpoint != context.inputs["train"].fingerprint:
-            raise ArtifactError(f"{path}: fitted for drafter {checkpoint}, not {context.inputs['train'].fingerprint}")
+        if checkpoint is not None and checkpoint != weights:
+            raise ArtifactError(f"{path}: fitted for the drafter with SHA-256 {checkpoint}, not {weights} (CAL-06)")
         if float(data.get("temperature", path.stem.removeprefix("sts-T"))) == wanted:
             return dict(data)
     if fitted:

@@ -12,12 +12,12 @@ import torch
 import yaml
 
 from pipeline import tiny
-from pipeline.artifact import Artifact, write_json
+from pipeline.artifact import Artifact, sha256_file, write_json
 from pipeline.chain import StageContext
 from pipeline.config import TinyTarget, validate
 from pipeline.draft.build import build_drafter
 from pipeline.draft.derive import derive_config
-from pipeline.draft.io import save_drafter
+from pipeline.draft.io import TENSORS, save_drafter
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.layouts import files, sidefiles
 from pipeline.layouts.load import load_published
@@ -80,12 +80,13 @@ def _context(
     drafter = build_drafter(shape, seed=0, token_ids=None if size is None else torch.arange(size) * 2)
     (chain["train"].path / "draft").mkdir()
     save_drafter(chain["train"].path / "draft", drafter, {"template": {"hash": "h1", "thinking": None}})
-    write_json(chain["calibrate"].path / "sts-T1.json", {**STS, "checkpoint": chain["train"].fingerprint})
+    weights = chain["train"].path / "draft" / TENSORS
+    write_json(chain["calibrate"].path / "sts-T1.json", {**STS, "checkpoint": sha256_file(weights)})
     write_json(chain["profile"].path / "sps.json", SPS)
     write_json(chain["evaluate"].path / "report.json", {"records": [RECORD]})
     for name in chain:
         if name != "export":
-            chain[name].finish()
+            chain[name].finish(files=[f"draft/{TENSORS}"] if name == "train" else [])
     inputs = {name: chain[name] for name in ("train", "calibrate", "profile", "evaluate")}
     return StageContext(config, chain["export"], inputs, NullTracker(), chain)
 
