@@ -35,7 +35,7 @@ def lineage(config: Config, arguments: argparse.Namespace) -> None:
     back = [*_back(key, known)]
     forward = [*_forward(key, known)]
     if arguments.json:
-        say(json.dumps({"artifact": key, "made_from": back, "made_into": forward}, indent=1))
+        say(json.dumps({"artifact": key, "made_from": back, "made_into": forward}, indent=1), result=True)
         return
     say(f"{key[0]} {key[1]}  {config.work_dir / key[0] / key[1]}")
     say("made from:")

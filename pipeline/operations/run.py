@@ -18,4 +18,4 @@ def chain(config: Config, arguments: argparse.Namespace) -> None:
     if rank() == 0:
         from pipeline.operations.summary import summary
 
-        say(summary(config, artifacts))
+        say(summary(config, artifacts), result=True)

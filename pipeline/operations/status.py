@@ -20,7 +20,7 @@ from pipeline.trace import FAILED, RUNNING, STOPPED, alive
 def status(config: Config, arguments: argparse.Namespace) -> None:
     rows = [describe(artifact) for artifact in resolve(config).values()]
     if arguments.json:
-        say(json.dumps(rows, indent=1))
+        say(json.dumps(rows, indent=1), result=True)
         return
     for row in rows:
         say(f"{row['stage']:10s} {row['state']:9s} {row['note']}")

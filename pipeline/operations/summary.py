@@ -26,7 +26,8 @@ def summary(config: Config, artifacts: dict[str, Artifact]) -> str:
 def _tau(records: list[Record]) -> Iterator[str]:
     """Accepted length, drafter beside prompt lookup on the same outputs."""
     yield "accepted length tau [95 % interval], tokens per verify step, target's own token included"
-    yield f"  {'prompts':24s} {'T':>4s} {'n':>5s}  {'drafter':>20s}  {'prompt lookup':>20s}  {'tokens/s':>9s} {'vanilla':>8s}"
+    head = f"  {'prompts':24s} {'T':>4s} {'n':>5s}  {'drafter':>20s}  {'prompt lookup':>20s}"
+    yield f"{head}  {'tokens/s':>9s} {'vanilla':>8s}"
     lookup = {_key(record): record for record in records if record["drafter"] == "prompt-lookup"}
     for record in records:
         if record["drafter"] == "prompt-lookup":

@@ -160,7 +160,7 @@ def test_temperatures_of_another_drafter_are_refused(work_dir: Path, target: Pat
     """CAL-06: the calibration file names its checkpoint, and the export holds it to that."""
     context = _context(work_dir, target)
     write_json(context.inputs["calibrate"].path / "sts-T1.json", {**STS, "checkpoint": "another"})
-    with pytest.raises(ArtifactError, match="fitted for drafter another"):
+    with pytest.raises(ArtifactError, match="fitted for the drafter with SHA-256 another"):
         export.run(context)
 
 
