@@ -20,6 +20,7 @@ import pytest
 from pipeline.config import dump
 from pipeline.corpus import files, parts
 from pipeline.errors import ConfigError, DataError
+from tests.unit.corpus.planted import plant
 from tests.unit.corpus.stage import (
     Recorder,
     chat,
@@ -223,3 +224,38 @@ def test_a_stage_killed_anywhere_ends_with_the_shards_of_an_unbroken_one(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert shard_hashes(run_stage(made, "data")) == shard_hashes(whole)
+
+
+def test_planted_copies_near_copies_and_leaks_are_all_named_and_nothing_else(tmp_path: Path, proof: Any) -> None:
+    """The report names them all: precision and recall on a planted set."""
+    each = proof.size(40, 800)
+    planted = plant(each * 10, each=each)
+    path = write_jsonl(tmp_path / "corpus.jsonl", planted.rows)
+    prompts = write_jsonl(tmp_path / "bench.jsonl", [{"turns": [prompt]} for prompt in planted.prompts])
+    decontaminate = {"prompt_sets": [str(prompts)]}
+    data = {"sources": [{"path": str(path)}], "near_duplicates": {}, "decontaminate": decontaminate}
+    artifact = run_stage(make_config(tmp_path / "work", data=data), "data")
+    listing = listing_of(artifact)
+    by_line = [row["conversations"] for row in planted.rows]
+
+    def named(reason: str, turn: int) -> list[str]:
+        return [by_line[entry["line"] - 1][turn]["value"] for entry in listing if entry["reason"] == reason]
+
+    assert sorted(named("duplicate", 0)) == sorted(planted.exact)
+    assert sorted(named("contaminated", 0)) == sorted(planted.leaks)
+    pairs = {text: pair for pair in planted.near for text in pair}
+    gone = named("near_duplicate", 1)
+    right = {pairs[text] for text in gone if text in pairs}
+    recall, precision = len(right) / each, len(right) / max(len(gone), 1)
+    proof.note("near-duplicate recall / precision", f"{recall:.3f} / {precision:.3f} of {each} planted")
+    assert recall >= 0.97
+    assert precision == 1.0
+    report = json.loads((artifact.path / "report.json").read_text())
+    assert report["leaks_by_prompt_set"] == {
+        str(prompts): {"prompts": each, "rows": each, "rows_by_source": {"leaky": each}}
+    }
+    assert report["rows"]["in"] == report["rows"]["out"] + sum(report["skipped"].values())
+    kept = {entry["kept"] for entry in listing if entry["reason"] == "near_duplicate"}
+    ids = {row["id"] for split in ("train", "calibration", "evaluation") for row in rows_of(artifact, split)}
+    assert kept <= ids
+    assert all(entry["kept"] < entry["id"] for entry in listing if entry["reason"] == "near_duplicate")

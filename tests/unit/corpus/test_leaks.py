@@ -1,0 +1,62 @@
+"""Leaks: a row that holds a question of a prompt set is named; shared instructions are no evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.corpus.leaks import Leaks
+from pipeline.corpus.normalise import Skip
+from pipeline.corpus.rows import Row
+
+QUESTION = (
+    "A farmer has twelve hens and every hen lays three eggs in four days. How many eggs will the farmer collect in a "
+    "leap year if two of the hens stop laying after the first of March?"
+)
+NOTE = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def row(*texts: str, source: str = "s") -> Row:
+    roles = ("user", "assistant")
+    return Row.of(source=source, messages=[{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)])
+
+
+def leaks(*prompts: str, ngram: int = 13, exempt: tuple[str, ...] = ()) -> Leaks:
+    made = Leaks(ngram, frozenset(exempt))
+    for number, prompt in enumerate(prompts):
+        made.add("set", f"p{number}", prompt)
+    return made
+
+
+def test_a_quoted_question_is_found_whatever_stands_around_it() -> None:
+    made = leaks(
+        "Something else entirely that nobody would ask, at any time, in any such words.", f"{QUESTION}\n{NOTE}"
+    )
+    quoted = f"Hi! {QUESTION.upper().replace(',', ' -')} Thanks."
+    for found in (row(quoted), row("Tell me a riddle.", f"Sure: {quoted}")):
+        with pytest.raises(Skip) as caught:
+            made.check(found)
+        assert caught.value.reason == "contaminated"
+        assert (caught.value.facts["prompt_set"], caught.value.facts["prompt"]) == ("set", "p1")
+        assert 0.5 < caught.value.facts["overlap"] <= 1
+
+
+def test_a_shared_instruction_or_a_changed_number_is_no_leak() -> None:
+    made = leaks(f"{QUESTION}\n{NOTE}", f"What is left after the first of March?\n{NOTE}")
+    made.check(row(f"Add one and two.\n{NOTE}"))
+    changed = QUESTION.replace("twelve", "nine").replace("three", "five").replace("leap", "usual").replace("two", "six")
+    made.check(row(changed))
+
+
+def test_short_prompts_must_stand_there_whole_and_very_short_ones_are_counted() -> None:
+    made = leaks("Name the seven smallest prime numbers.", "Hello there!")
+    assert made.too_short == {"set": 1}
+    made.check(row("Hello there! Name the seven smallest odd numbers."))
+    with pytest.raises(Skip):
+        made.check(row("please name the seven smallest prime numbers now"))
+
+
+def test_exempt_sources_are_left_alone() -> None:
+    made = leaks(QUESTION, exempt=("demo",))
+    made.check(row(QUESTION, source="demo"))
+    with pytest.raises(Skip):
+        made.check(row(QUESTION, source="other"))
