@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from pipeline.errors import ConfigError
 from pipeline.frozen import Frozen, frozen_parts, load_frozen, text_config
 from pipeline.preflight import check_layers, default_layers
+
+transformers_logging.disable_progress_bar()  # its bar over tensors would tear our lines
 
 __all__ = [
     "Frozen",
