@@ -8,6 +8,7 @@ import torch
 from pipeline.draft.attention import AnchorPlan, choose_backend
 from pipeline.draft.flex import attend_flex, block_mask
 from pipeline.draft.interface import Drafter
+from tests.conftest import Proof
 from tests.unit.draft.drafts import FAMILY, anchors_at, frozen, member, packed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -87,7 +88,9 @@ def test_compilation_traces_every_kind_and_changes_only_rounding(name: str, monk
 
 
 @pytest.mark.prove
-def test_compiled_code_equals_eager_code() -> None:
+def test_compiled_code_equals_eager_code(proof: Proof) -> None:
+    if not proof.full:
+        pytest.skip("a minute of code generation: make prove")
     results = []
     for compiled in (False, True):
         drafter = member("dspark-gated")
