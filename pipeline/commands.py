@@ -51,12 +51,6 @@ OTHER_COMMANDS = {
         "launch.submit:submit",
         (("--dry-run", "print the commands, and what each node would run"),),
     ),
-    "submit": Command(
-        "submit the whole chain to Slurm; the same line again is the whole restart story",
-        "dspark submit -c configs/smollm2.yaml --dry-run",
-        "launch.submit:submit",
-        (("--dry-run", "print the commands and what each node would run"),),
-    ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
         "dspark status -c configs/debug.yaml",
