@@ -1,0 +1,92 @@
+"""Refusals: one clear message, exit code 2, before torch is imported or weights are read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import DEBUG_OVERRIDES, main
+from pipeline.commands import COMMANDS
+from pipeline.config import load
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBUG = str(ROOT / "configs/debug.yaml")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_typo_names_the_nearest_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean train.learning_rate?" in refused(capsys, "run", "-c", DEBUG, "train.learnin_rate=1")
+    assert "did you mean targets?" in refused(capsys, "run", "-c", DEBUG, "target_s.taps=int8")
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = str(tmp_path / "absent.jsonl")
+    assert "cannot be read" in refused(capsys, "run", "-c", str(tmp_path / "absent.yaml"))
+    words = ["run", "-c", DEBUG, f"work_dir={tmp_path}", f"data.sources=[{{path: {missing}}}]"]
+    assert f"{missing}: no such file" in refused(capsys, *words)
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """A target that is only described: reading its weights would fail."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 6, "vocab_size": 64, "eos_token_id": 7}))
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [("draft.mask_token_id=7", "eos_token"), ("targets.layers=[1,5]", "last layer"), ("targets.layers=[9]", "outside")],
+)
+def test_what_the_target_cannot_serve(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, described: Path, override: str, why: str
+) -> None:
+    words = ["run", "-c", DEBUG, f"work_dir={tmp_path}", "target.tiny=null", f"target.model={described}"]
+    assert why in refused(capsys, *words, "draft.mask_token_id=63", override)
+    assert not (tmp_path / "data").exists()
+
+
+def test_refusals_import_no_torch(tmp_path: Path) -> None:
+    """Also a mask token that the tiny target's tokenizer uses."""
+    program = (
+        "import sys\nfrom pipeline.__main__ import main\n"
+        f"assert main(['run', '-c', {DEBUG!r}, 'train.stepz=1']) == 2\n"
+        f"assert main(['run', '-c', {DEBUG!r}, 'work_dir={tmp_path}', 'draft.mask_token_id=3']) == 2\n"
+        "heavy = {'torch', 'transformers', 'mlflow', 'accelerate', 'deepspeed', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_commands_suggest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean train?" in refused(capsys, "trian", "-c", DEBUG)
+
+
+def test_bad_shares_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "write I/N" in refused(capsys, "data", "-c", DEBUG, "--array", "3/3")
+
+
+def test_debug_prints_what_it_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["status", "-c", DEBUG, "--debug", f"work_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr().out.splitlines()[0]
+    assert all(item in shown for item in DEBUG_OVERRIDES)
+    load(DEBUG, DEBUG_OVERRIDES)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([name, "--help"])
+    assert ending.value.code == 0
+    assert f"example: dspark {name}" in capsys.readouterr().out
