@@ -77,6 +77,18 @@ class Frozen:
         raw = rounded.float()
         return self.finish(raw.add_(rounded.addmm_(hidden, head.t(), beta=-1.0)))
 
+    def rough_logits(self, last_hidden_ND: Tensor) -> Tensor:
+        """Like `logits`, at half the cost on a CPU in bf16: good to about 2⁻⁹ relative. Refine with `logits_at`."""
+        if self.head_VD.dtype == torch.float32 or last_hidden_ND.is_cuda:
+            return self.logits(last_hidden_ND)
+        return self.finish(F.linear(last_hidden_ND.to(self.head_VD.dtype), self.head_VD).float())
+
+    def logits_at(self, last_hidden_ND: Tensor, ids_Nn: Tensor) -> Tensor:
+        """fp32 logits [N, n] of n tokens per row, from fp32 products."""
+        chosen_NnD = F.embedding(ids_Nn, self.head_VD).float()
+        hidden_ND1 = last_hidden_ND.to(self.head_VD.dtype).float()[..., None]
+        return self.finish(torch.bmm(chosen_NnD, hidden_ND1)[..., 0])
+
     def finish(self, raw: Tensor) -> Tensor:
         """What follows the head's matrix product: scale, then soft-cap."""
         if self.logit_scale != 1.0:

@@ -122,7 +122,7 @@ def _required(rms_LD: Tensor | None) -> Tensor:
 
 def _rotate(grouped: Tensor) -> Tensor:
     """Orthonormal Hadamard transform of each group [..., G, 64]. Its own inverse."""
-    return grouped @ _hadamard(grouped.device)
+    return torch.matmul(grouped, _hadamard(grouped.device))
 
 
 @lru_cache(maxsize=8)
@@ -130,7 +130,8 @@ def _hadamard(device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < GROUP:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / GROUP**0.5).to(device)
+    scaled: Tensor = matrix / GROUP**0.5
+    return scaled.to(device)
 
 
 def _signs(spec: Spec, device: torch.device) -> Tensor:
@@ -165,4 +166,5 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 def _bf16_up(positive: Tensor) -> Tensor:
     """The smallest bf16 number that is not below each (positive, finite) fp32 value, as fp32."""
-    return ((positive.contiguous().view(torch.int32) + 0xFFFF) & -65536).view(torch.float32)
+    bits = positive.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & -65536).view(torch.float32)

@@ -33,6 +33,10 @@ class Head(Protocol):
 
     def logits(self, last_hidden_ND: Tensor) -> Tensor: ...
 
+    def rough_logits(self, last_hidden_ND: Tensor) -> Tensor: ...
+
+    def logits_at(self, last_hidden_ND: Tensor, ids_Nn: Tensor) -> Tensor: ...
+
 
 def encode_logits(hidden_PD: Tensor, head: Head, spec: Spec) -> tuple[dict[str, Tensor], Tensor]:
     """Encode kept positions from their post-final-norm states [P, D].
@@ -44,20 +48,26 @@ def encode_logits(hidden_PD: Tensor, head: Head, spec: Spec) -> tuple[dict[str, 
         return {"logits.hidden": hidden_PD.to(dtype)}, torch.isfinite(hidden_PD).all(-1)
     # About 64 MB of logits at a time on a CPU (they should stay near the caches), 1 GB on an accelerator.
     rows = max(1, (1 << 24 if hidden_PD.device.type == "cpu" else 1 << 28) // spec.vocab_size)
-    parts = [_encode(head.logits(chunk), spec) for chunk in hidden_PD.split(rows)]
-    if not parts:
-        parts = [_encode(head.logits(hidden_PD), spec)]
+    encode = _full if spec.logits == "full" else _topk
+    parts = [encode(chunk, head, spec) for chunk in hidden_PD.split(rows)]  # an empty tensor splits into itself
     return {name: torch.cat([part[name] for part, _ in parts]) for name in parts[0][0]}, torch.cat(
         [ok for _, ok in parts]
     )
 
 
-def _encode(logits_NV: Tensor, spec: Spec) -> tuple[dict[str, Tensor], Tensor]:
-    if spec.logits == "full":
-        return {"logits.full": logits_NV}, torch.isfinite(logits_NV).all(-1)
-    kept_Nn, ids_Nn = top(logits_NV, min(spec.topk, spec.vocab_size))
+def _full(hidden_ND: Tensor, head: Head, spec: Spec) -> tuple[dict[str, Tensor], Tensor]:
+    logits_NV = head.logits(hidden_ND)
+    return {"logits.full": logits_NV}, torch.isfinite(logits_NV).all(-1)
+
+
+def _topk(hidden_ND: Tensor, head: Head, spec: Spec) -> tuple[dict[str, Tensor], Tensor]:
+    """Rough logits choose the tokens and give the tail, where rounding averages out; kept ones are computed exactly."""
+    rough_NV = head.rough_logits(hidden_ND)
+    _, ids_Nn = top(rough_NV, min(spec.topk, spec.vocab_size))
+    kept_Nn, order_Nn = head.logits_at(hidden_ND, ids_Nn).sort(-1, descending=True)
+    ids_Nn = ids_Nn.gather(1, order_Nn)
     peak_N1 = kept_Nn[:, :1]
-    weights_NV = logits_NV.sub_(peak_N1).exp_()
+    weights_NV = rough_NV.sub_(peak_N1).exp_()
     tail_N = weights_NV.scatter_(1, ids_Nn, 0.0).sum(-1)
     total_N = tail_N + (kept_Nn - peak_N1).exp().sum(-1)
     logprobs_Nn = (kept_Nn - peak_N1 - total_N.log()[:, None]).clamp_min(_LOWEST)
