@@ -52,7 +52,7 @@ DEBUG_SOURCE_LIMIT = 64
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn errors into one clear message and an exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would deadlock on its threads
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # OpenMP threads that spin on busy cores made steps 5 x slower
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # longer spins made steps 5 x slower on busy cores
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = parse(words)

@@ -51,6 +51,18 @@ OTHER_COMMANDS = {
         "launch.submit:submit",
         (("--dry-run", "print the commands, and what each node would run"),),
     ),
+    "plan": Command(
+        "what a configuration costs before anything is spent, and what exists already",
+        "dspark plan -c configs/debug.yaml --rows 1400000 --tokens-per-row 885",
+        "pipeline.operations.plan:plan",
+        (
+            ("--rows=N", "training rows, when the corpus is not built yet"),
+            ("--tokens-per-row=N", "mean length (default 885, Open-PerfectBlend's)"),
+            ("--supervised-share=X", "share of tokens in answers (default 0.65)"),
+            ("--device-tflops=X", "dense peak of one device (default 400)"),
+            ("--json", "print as JSON"),
+        ),
+    ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
         "dspark status -c configs/debug.yaml",
