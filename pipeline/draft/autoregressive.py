@@ -1,15 +1,14 @@
-"""Eagle3 and MTP: one layer that drafts token by token, feeding its own state back (training-time test over the block).
+"""What Eagle3 and MTP share: one layer that drafts token by token, feeding its own state back.
 
 Position p's entry joins what the target knew at p with the token at p + 1, so that slot 1 of anchor a is entry a − 1:
 the target's state before the anchor, and the anchor. Slot k reads slot k − 1's state and token x_{k−1}. Entries keep
 position p, so slot k sits at a + k − 2; it sees the entries 0 … a − 2 of its document and its block's earlier slots.
 
-In training all anchors take step k together: the same K steps the decoder takes, on ground-truth tokens (S10).
+In training all anchors take step k together: the same K steps the decoder takes, on the drafter's own states and the
+data's tokens (S10), so that it is taught on the inputs it will meet.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.draft.attention import AnchorPlan, trim, visible_ranges
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Anchors, Context, Drafter, FrozenParts, Proposal, Sampler, stack_laws
-from pipeline.draft.layers import MLP, Attend, Attention, DraftLayer, RMSNorm, Tables
+from pipeline.draft.layers import Attend, Attention, RMSNorm, Tables
 from pipeline.draft.rope import Rope
 from pipeline.draft.state import DraftState, attend_rows
 
@@ -157,7 +156,8 @@ class AutoregressiveDrafter(Drafter):
         rows = torch.arange(len(anchors_B), device=anchors_B.device) if rows_B is None else rows_B
         lengths_B = state.lengths_B[rows]
         entries_B = (lengths_B - 1).clamp(min=0)
-        shared = state.context(0, rows, int(entries_B.max()))
+        here = slice(0, len(anchors_B)) if rows_B is None else rows_B  # a slice reads the cache without copying it
+        shared = state.context(0, here, int(entries_B.max()))
 
         def attend(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
             return attend_rows(q, k, v, own_k, own_v, entries_B)
@@ -180,74 +180,3 @@ class AutoregressiveDrafter(Drafter):
 
 def _pairs(own: tuple[Tensor, ...]) -> list[list[Tensor]]:
     return [[x] for x in own] or [[], []]
-
-
-class Eagle3(AutoregressiveDrafter):
-    """EAGLE-3: fused taps beside embeddings into a layer of twice the input width; feeds h on before the norm."""
-
-    def __init__(self, config: DraftConfig, token_ids: Tensor | None = None) -> None:
-        super().__init__(config, token_ids)
-        width = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
-        self.layers = nn.ModuleList([EagleLayer(config)])
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-
-    def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
-        if taps is None:
-            raise ValueError("Eagle3 reads tapped hidden states, but none were given")
-        return self.fc(taps.flatten(-2))
-
-    def read(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.layers[0]
-        return features, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(features)], dim=-1)
-
-    def close(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.layers[0]
-        hidden = residual + attended
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return self.norm(hidden), hidden
-
-
-class EagleLayer(nn.Module):
-    """Parameters of Eagle3's layer, published as `midlayer`."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, input_width=2 * config.hidden_size, qk_norm=False)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-
-class MTP(AutoregressiveDrafter):
-    """A multi-token-prediction head: fc [norm(embedding); norm(last hidden)], one layer, norm; feeds h after the norm.
-
-    The chain starts from the target's post-norm state and goes on from the head's own, as Qwen's heads are served.
-    """
-
-    def __init__(self, config: DraftConfig, token_ids: Tensor | None = None) -> None:
-        super().__init__(config, token_ids)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding = RMSNorm(width, eps)
-        self.pre_fc_norm_hidden = RMSNorm(width, eps)
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList([DraftLayer(config)])
-        self.norm = RMSNorm(width, eps)
-
-    def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
-        if last_hidden is None:
-            raise ValueError("an MTP head reads the target's last hidden states, but none were given")
-        return last_hidden
-
-    def read(self, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.layers[0]
-        joined = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(features)], dim=-1)
-        residual = self.fc(joined)
-        return residual, layer.input_layernorm(residual)
-
-    def close(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self.layers[0]
-        hidden = residual + attended
-        hidden = self.norm(hidden + layer.mlp(layer.post_attention_layernorm(hidden)))
-        return hidden, hidden

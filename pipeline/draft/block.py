@@ -9,6 +9,8 @@ context features at all: a block sees its anchor's embedding, its own mask slots
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,6 +50,9 @@ class BlockDrafter(Drafter):
 
     def _block_positions(self, anchors: Tensor) -> Tensor:
         return anchors[:, None] + torch.arange(self.config.block_inputs, device=anchors.device)
+
+    def _stack(self) -> list[DraftLayer]:
+        return [cast(DraftLayer, layer) for layer in self.layers]
 
     def _finish(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden[:, self.config.first_output :])
@@ -110,7 +115,7 @@ class BlockDrafter(Drafter):
             cells = state.cells(before[:, None] + offset_T, offset_T < lengths_B[:, None], rows)
             features = self.features(cells.take(taps_BTLD).to(self.fc.weight.dtype))
             tables = self.rope.tables(cells.take(positions_BT))
-            for i, layer in enumerate(self.layers):
+            for i, layer in enumerate(self._stack()):
                 k, v = layer.self_attn.keys_values(features, tables)
                 cells.put(state.keys[i], k)
                 cells.put(state.values[i], v)
@@ -135,6 +140,6 @@ class BlockDrafter(Drafter):
         def attend(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
             return attend_rows(q, k, v, own_k, own_v, lengths_B)
 
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._stack()):
             hidden = layer.over(hidden, state.context(i, rows, upto), tables, attend)
         return self.sample_block(state, self._finish(hidden), anchors_B, sampler, frozen)

@@ -10,11 +10,12 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from pipeline.draft.autoregressive import MTP, Eagle3
 from pipeline.draft.block import BlockDrafter
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.eagle3 import Eagle3
 from pipeline.draft.interface import Drafter
 from pipeline.draft.medusa import Medusa
+from pipeline.draft.mtp import MTP
 
 FAMILY: dict[str, type[Drafter]] = {
     "dspark": BlockDrafter,

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.draft.autoregressive import MTP, Eagle3
 from pipeline.draft.block import BlockDrafter
 from pipeline.draft.derive import activation_of, text_part
+from pipeline.draft.eagle3 import Eagle3
 from pipeline.draft.interface import Drafter
+from pipeline.draft.mtp import MTP
 from pipeline.errors import ConfigError
 
 _NOT_TEXT = ("vision", "visual", "audio")

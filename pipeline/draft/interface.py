@@ -110,7 +110,7 @@ class Drafter(nn.Module):
         if (size is None) != (token_ids is None):
             given = "not given" if token_ids is None else "given"
             raise ValueError(f"draft_vocab_size is {size}, but the draft vocabulary is {given}")
-        if token_ids is None:
+        if token_ids is None or size is None:
             self.register_buffer("d2t", None)
             self.register_buffer("t2d", None)
             return
