@@ -149,7 +149,11 @@ def array_share() -> tuple[int, int]:
 
 
 def share(names: Sequence[str]) -> list[str]:
-    """This process's part of the units of work: every count-th, without locks."""
+    """This process's part of the units of work: every count-th, without locks.
+
+    Give it all units and take what is missing of the result: processes that start at different times see different
+    units missing, and must agree on whose each one is.
+    """
     index, count = array_share()
     return list(names[index::count])
 

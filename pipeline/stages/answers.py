@@ -36,8 +36,7 @@ def run(context: StageContext) -> None:
     config, artifact = context.config, context.artifact
     source = context.inputs["data"]
     names = shards_of(source.manifest(), "train")
-    missing = artifact.missing(names)
-    mine = missing if config.target.tensor_parallel else share(missing)
+    mine = artifact.missing(names if config.target.tensor_parallel else share(names))
     if mine:
         answerer = _answerer(context)
         total = sum(expected_answers(row) for name in mine for row in read_rows(source.path / name))

@@ -33,7 +33,7 @@ def run(context: StageContext) -> None:
         source.path, artifact, str(context.target_path), config.target.revision, config.target.trust_remote_code,
         config.template, config.tokens,
     )  # fmt: skip
-    missing = [Path(name).stem for name in share(artifact.missing(names))]
+    missing = [Path(name).stem for name in artifact.missing(share(names))]
     with progress(len(missing), what="rendering chats", unit="shards") as bar:
         for samples in each(writer.publish, missing, workers=config.tokens.workers):
             bar.advance(rows=samples)
