@@ -21,8 +21,11 @@ from pipeline.decoding.engine import Generation
 from pipeline.decoding.lossless import first_difference
 from pipeline.decoding.playing import Played, Player
 from pipeline.decoding.rounds import Clock, Policy
+from pipeline.decoding.teacher_forced import acceptance_sums
+from pipeline.speculative.verify import Law
 
 CHUNK = 32
+TEACHER_FORCED = 8  # prompts of a unit whose first answer is read once more by target and drafter
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,12 @@ def run_unit(
     lines = [
         _line(player, item, None if vanilla is None else vanilla[place], unit) for place, item in enumerate(drafted)
     ]
+    law = Law(unit.temperature, settings.top_p, settings.top_k)
+    for place in range(0, len(drafted), -(-len(drafted) // TEACHER_FORCED)):
+        item = drafted[place]
+        if item.answers:
+            output = item.answers[0].cut(settings.max_new_tokens).ids
+            lines[place]["teacher_forced"] = acceptance_sums(player.target, player.drafter, item.asked[0], output, law)
     path.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines), encoding="utf-8")
     return facts
 

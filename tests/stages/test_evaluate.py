@@ -108,3 +108,10 @@ def test_several_prompt_sets_are_reported_apart_and_together(tmp_path):
     whole = record_of(report, drafter="dspark", prompts="all", domain=None, temperature=0.0)
     assert whole["num_prompts"] == 6 and whole["num_rounds"] == sum(part["num_rounds"] for part in parts)
     assert whole["num_answers"] == 12, "both turns are played"
+
+
+def test_teacher_forced_acceptance_has_data_at_every_slot(evaluated):
+    report = read_json(evaluated.artifact.path / "report.json")
+    record = record_of(report, drafter="dspark", domain=None, temperature=1.0)
+    assert min(record["teacher_forced_acceptance_n"]) > 0
+    assert all(0 <= value <= 1 for value in record["teacher_forced_acceptance"])

@@ -88,7 +88,10 @@ def chi_square(seen, expected):
     return float(chi2.sf(float(statistic), cells - groups))
 
 
-def law_of(policy, rows, *, law=Law(1.0), warm_up=0, draft=None, vocabulary=None):
+PLAIN = Law(1.0)
+
+
+def law_of(policy, rows, *, law=PLAIN, warm_up=0, draft=None, vocabulary=None):
     target = chain(1)
     drafter = TableDrafter(chain(2) if draft is None else draft, K, vocabulary)
     drafter.confidence_of = confidence_of
