@@ -11,7 +11,7 @@ from tests.distributed.training import STEPS, steps
 from tests.ranks import run_ranks
 
 ENGINES = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("fsdp2", 2)]
-NEEDS = ("accelerate", "deepspeed", "torch.distributed.fsdp")
+NEEDS = ("accelerate", "deepspeed", "torch._dynamo", "torch.distributed.fsdp")
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline import stopping
 from pipeline.distributed import Engine, Ranks, started
 from pipeline.training import checkpoint
 from pipeline.training.loop import Run, train
 from pipeline.training.optimizer import LearningRate, adamw
 from pipeline.training.recorder import Recorder
 from pipeline.training.state import load_moments, load_weights, shapes
+from tests.distributed import hooks
 from tests.unit.training.world import World, world
 
 STEPS = 12
@@ -41,20 +43,23 @@ def steps(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor] | None]:
     """Train to step `stop`, going on from what `folder` holds; (numbers of each step, final weights on rank 0).
 
-    `hook` names a function of `tests.distributed.hooks`, called with (rank, finished steps) after every step.
+    `hook` names a function of `tests.distributed.hooks`, called with (rank, finished steps) after every step; with
+    `name:argument` it is called once before the first step, with (rank, argument).
     """
+    stopping.install()
     made = world(dtype=dtype, engine=engine, rows=22, batch=5, learning_rate=0.02, **options)
     lines: list[dict[str, float]] = []
     with started(made.train) as ranks:
         prepared, recorder, start = prepare(ranks, made, Path(folder))
         seen: Callable[..., None] = recorder.stepped
+        name, _, argument = hook.partition(":")
+        if argument:
+            getattr(hooks, name)(ranks.rank, argument)
 
         def stepped(done: int, numbers: dict[str, float], timing: dict[str, float]) -> None:
             seen(done, numbers, timing)
             lines.append(numbers)
-            if hook:
-                from tests.distributed import hooks
-
+            if hook and not argument:
                 getattr(hooks, hook)(ranks.rank, done)
 
         recorder.stepped = stepped  # type: ignore[method-assign]
@@ -62,7 +67,7 @@ def steps(
             engine=prepared, frozen=made.frozen, schedule=made.schedule, reader=made.reader, validation=(0, 1, 2),
             terms=made.terms, rate=LearningRate.of(made.train, STEPS), events=recorder, start=start, stop=stop,
             dtype=dtype, budget=60, workers=int(os.environ.get("TEST_WORKERS", "1")), validate_every=6,
-            save_every=made.train.save_every,
+            save_every=3,
         )  # fmt: skip
         try:
             train(run)

@@ -1,0 +1,171 @@
+"""Runs that are stopped, killed or fail: everybody stops at the same step, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from pipeline.errors import DataError, Stopped
+from pipeline.training import checkpoint
+from pipeline.training.journal import read
+from tests.conftest import Proof
+from tests.distributed.training import STEPS, steps
+from tests.ranks import RankFailure, run_ranks
+
+NEEDS = ("accelerate", "torch._dynamo")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An uninterrupted run of two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run_ranks(steps, 2, "ddp", str(folder), STEPS, needs=NEEDS)[0][1]
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return list(read(folder / "metrics.jsonl"))
+
+
+def finish(folder: Path, whole: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Run the same thing again: its losses and weights are bit for bit those of the uninterrupted run."""
+    weights = run_ranks(steps, 2, "ddp", str(folder), STEPS, needs=NEEDS)[0][1]
+    assert all(torch.equal(value, weights[name]) for name, value in whole[1].items())
+    assert metrics(folder) == metrics(whole[0])
+
+
+@pytest.mark.case("SLM-01")
+@pytest.mark.case("SLM-02")
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(whole, tmp_path: Path) -> None:
+    """A second signal does not break the save of the first; both raise Stopped with the reason; the rest follows."""
+    results = run_ranks(steps, 2, "ddp", str(tmp_path), STEPS, torch.float32, "signal_rank_1", needs=NEEDS, catch=True)
+    assert [type(result) for result in results] == [Stopped, Stopped]
+    assert {str(result) for result in results} == {"signal SIGUSR1"}
+    folder = checkpoint.latest(tmp_path / "checkpoints")
+    assert folder is not None and checkpoint.load(folder).step == 5 == len(metrics(tmp_path))
+    finish(tmp_path, whole)
+
+
+@pytest.mark.case("DST-12")
+def test_an_exception_on_one_rank_ends_both(whole, tmp_path: Path) -> None:
+    """Within the minute, without a hang; the checkpoint from before is good."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 failed|peer|closed"):
+        run_ranks(steps, 2, "ddp", str(tmp_path), STEPS, torch.float32, "raise_on_rank_1", needs=NEEDS)
+    assert time.monotonic() - began < 60
+    finish(tmp_path, whole)
+
+
+@pytest.mark.case("DST-03")
+@pytest.mark.case("DST-05")
+@pytest.mark.parametrize("hook", ["kill_rank_1", "kill_all"])
+def test_a_killed_run_goes_on_bit_for_bit(hook: str, whole, tmp_path: Path) -> None:
+    """kill -9 of one rank or both, right after a save began; saves every 3 steps."""
+    with pytest.raises((RankFailure, RuntimeError)):
+        run_ranks(steps, 2, "ddp", str(tmp_path), STEPS, torch.float32, hook, needs=NEEDS)
+    finish(tmp_path, whole)
+
+
+@pytest.mark.case("DST-03")
+def test_kills_at_random_moments(whole, tmp_path: Path, proof: Proof) -> None:
+    """kill -9 of one rank or both at random moments, saves included; each run then goes on until it is killed again."""
+    random = Random(0)
+    kills = runs = 0
+    while kills < proof.size(2, 20):
+        hook = f"kill_at:{random.uniform(0, 0.8):.3f}/{random.choice(['0', '1', 'all'])}"
+        try:
+            results = run_ranks(
+                steps, 2, "ddp", str(tmp_path / str(runs)), STEPS, torch.float32, hook, needs=NEEDS, grace=1
+            )
+        except Exception:
+            kills += 1
+            continue
+        assert all(torch.equal(value, results[0][1][name]) for name, value in whole[1].items() if results[0][1])
+        runs += 1
+    finish(tmp_path / str(runs), whole)
+    proof.note("kill -9 of one rank or both, then resumed bit for bit", kills)
+
+
+@pytest.mark.case("DST-04")
+@pytest.mark.case("SLM-04")
+def test_a_run_stops_at_its_last_step_and_stays_there(tmp_path: Path) -> None:
+    """7 steps, saved every 3: `latest` is step 7; the same command again trains nothing."""
+    run_ranks(steps, 1, "single", str(tmp_path), 7, needs=NEEDS)
+    folder = checkpoint.latest(tmp_path / "checkpoints")
+    assert folder is not None and checkpoint.load(folder).step == 7
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert run_ranks(steps, 1, "single", str(tmp_path), 7, needs=NEEDS)[0][0] == []
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.case("DST-06")
+def test_random_state_is_kept_per_rank(tmp_path: Path) -> None:
+    folder = checkpoint.latest(_two_ranks(tmp_path) / "checkpoints")
+    assert folder is not None
+    states = checkpoint.load(folder).facts["random"]
+    assert len(states) == 2 and states[0]["torch"] != states[1]["torch"]
+
+
+def _two_ranks(folder: Path) -> Path:
+    run_ranks(_seeded, 2, str(folder), needs=NEEDS)
+    return folder
+
+
+def _seeded(folder: str) -> None:
+    torch.manual_seed(int(os.environ["RANK"]))
+    steps("ddp", folder, 1)
+
+
+@pytest.mark.case("DST-02")
+@pytest.mark.parametrize("bare", [(0, 5, 7), tuple(range(22))])
+def test_rows_without_anchors_keep_the_ranks_in_step(bare: tuple[int, ...], tmp_path: Path) -> None:
+    """Rows that leave one rank, or both, with nothing to learn in a step: no hang, the losses of one rank."""
+    results = run_ranks(_bare, 2, "ddp", str(tmp_path / "two"), bare, needs=NEEDS)
+    alone = run_ranks(_bare, 1, "single", str(tmp_path / "one"), bare, needs=NEEDS)[0]
+    for lines in results:
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
+
+
+def _bare(engine: str, folder: str, bare: tuple[int, ...]) -> list[dict[str, float]]:
+    return steps(engine, folder, 6, bare=bare)[0]
+
+
+@pytest.mark.case("LDR-06")
+def test_validation_counts_every_row_once(whole, tmp_path: Path) -> None:
+    """3 held-out rows on 2 ranks give the numbers of 1 rank."""
+    run_ranks(steps, 1, "single", str(tmp_path), STEPS, needs=NEEDS)
+    one, two = (
+        [line for line in metrics(folder) if line.pop("split") == "validation"] for folder in (tmp_path, whole[0])
+    )
+    assert len(one) == len(two) == 2
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_names_its_samples(tmp_path: Path) -> None:
+    """Every rank stops with the same message, and no checkpoint holds the step."""
+    results = run_ranks(_poisoned, 2, str(tmp_path), needs=NEEDS, catch=True)
+    assert {type(result) for result in results} == {DataError}
+    assert "step 2: the loss is not finite" in str(results[0]) and "row-3/0" in str(results[0])
+    assert str(results[0]) == str(results[1])
+    assert checkpoint.latest(tmp_path / "checkpoints") is None
+
+
+def _poisoned(folder: str) -> None:
+    from tests.unit.training import world as module
+
+    read = module.FakeRows.read
+
+    def poisoned(self: module.FakeRows, rows: list[int]) -> list[object]:
+        samples = read(self, rows)
+        for row, sample in zip(rows, samples, strict=True):
+            if row == 3:
+                sample.taps_TLD[:, 0, 0] = float("nan")
+        return samples
+
+    module.FakeRows.read = poisoned  # type: ignore[method-assign]
+    steps("ddp", folder, 6)

@@ -1,0 +1,55 @@
+"""Two runs never write one artifact."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ArtifactError
+from pipeline.training.lease import lease
+
+
+def take_elsewhere(path: Path) -> str:
+    """What another process meets when it takes the lease."""
+    code = (
+        f"from pathlib import Path\nfrom pipeline.training.lease import lease\nlease(Path({str(path)!r})).__enter__()"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+
+
+def test_a_live_holder_keeps_others_out_and_a_finished_one_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    with lease(path):
+        assert f"process {os.getpid()} on {socket.gethostname()} is writing this artifact" in take_elsewhere(path)
+    assert not path.exists() and take_elsewhere(path) == ""
+
+
+def test_a_killed_holder_is_replaced(tmp_path: Path) -> None:
+    """On this host the process is gone; on another one the heartbeat has stopped."""
+    path = tmp_path / "lease.json"
+    path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 7, "start": 0}))
+    with lease(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 0}))
+    with pytest.raises(ArtifactError, match="process 1 on elsewhere"), lease(path):
+        pass
+    os.utime(path, (time.time() - 100, time.time() - 100))
+    with lease(path):
+        pass
+
+
+def test_the_heartbeat_keeps_the_lease_fresh(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    with lease(path, heartbeat=0.01):
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 10
+        while path.stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert path.stat().st_mtime > 0
