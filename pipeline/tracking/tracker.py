@@ -96,7 +96,8 @@ class MlflowTracker(Tracker):
 
     @_quietly
     def tags(self, values: Mapping[str, Any]) -> None:
-        self._journal.event(tags={key: str(value) for key, value in flat(redact(values)).items()})
+        if values:
+            self._journal.event(tags={key: str(value) for key, value in flat(redact(values)).items()})
 
     @_quietly
     def close(self, status: str = "FINISHED") -> None:

@@ -1,0 +1,149 @@
+"""The chain on a real two-node cluster: whole, stopped, preempted, hit by node failures, failed, and resubmitted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+DSPARK = str(Path(sys.executable).with_name("dspark"))
+SMALL = [
+    "tracking.enabled=false", "target.tiny.train_steps=10", "train.steps=12", "train.save_every=4", "train.validate_every=12",
+    "calibrate.num_prompts=8", "calibrate.max_new_tokens=8", "evaluate.num_prompts=4", "evaluate.max_new_tokens=8",
+    "evaluate.bootstrap=50", "profile.max_batch_tokens=8", "profile.repeats=1",
+]  # fmt: skip
+
+
+class Site:
+    """The cluster with one work directory on it."""
+
+    def __init__(self, cluster: Cluster, work_dir: Path) -> None:
+        self.cluster, self.work_dir = cluster, work_dir
+
+    def words(self, *overrides: str) -> list[str]:
+        settings = [f"work_dir={self.work_dir}", f"launch.site_file={self.cluster.site}", *SMALL, *overrides]
+        return ["-c", "configs/debug.yaml", *settings]
+
+    def submit(self, *overrides: str) -> dict[str, Any]:
+        self.cluster.run(DSPARK, "submit", *self.words(*overrides), cwd=ROOT)
+        return dict(json.loads((self.work_dir / "runs" / "debug" / "slurm" / "jobs.json").read_text()))
+
+    def sbatch(self, *words: str) -> str:
+        """Submit a script by hand, as its own first lines say; the job id."""
+        environ = [f"DSPARK={DSPARK}", f"DSPARK_SITE={self.cluster.site}"]
+        logs = f"--output={self.work_dir}/%x-%A.out"
+        return self.cluster.run("env", *environ, "sbatch", "--parsable", logs, *words, cwd=ROOT).strip()
+
+    def status(self, *overrides: str) -> dict[str, dict[str, Any]]:
+        text = self.cluster.run(DSPARK, "status", "--json", *self.words(*overrides), cwd=ROOT)
+        return {row["stage"]: row for row in json.loads(text)}
+
+
+@pytest.fixture(scope="module")
+def site(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(cluster, tmp_path_factory.mktemp("work"))
+
+
+def steps_of(folder: Path) -> list[int]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows]
+
+
+@pytest.mark.parametrize("script", ["stage.sbatch", "shards.sbatch"])
+def test_sbatch_accepts_the_scripts(cluster: Cluster, script: str) -> None:
+    cluster.run("sbatch", "--test-only", "--gres=gpu:2", str(ROOT / "slurm" / script), "train")
+
+
+def test_submit_runs_the_whole_chain_on_two_nodes(site: Site) -> None:
+    settings = ["launch.nodes=2", "launch.array_tasks=2", "launch.gres=gpu:1"]
+    jobs = site.submit(*settings)
+    assert list(jobs) == sorted(
+        ["data", "answers", "tokens", "targets", "train", "calibrate", "profile", "evaluate", "export"]
+    )
+    site.cluster.wait(jobs["export"]["job_id"], 900)
+    ends = {stage: site.cluster.states(job["job_id"]) for stage, job in jobs.items()}
+    logs = {path.name: path.read_text()[-2000:] for path in (site.work_dir / "runs/debug/slurm").glob("*.out")}
+    assert {state for states in ends.values() for state in states} == {"COMPLETED"}, logs
+    assert {row["state"] for row in site.status().values()} == {"done"}
+    assert (
+        "2 rank(s)" in (site.work_dir / "runs/debug/slurm" / f"debug-train-{jobs['train']['job_id']}.out").read_text()
+    )
+    assert site.submit(*settings) == jobs  # all done: nothing new
+
+
+def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site) -> None:
+    overrides = ["train.steps=150", "train.save_every=10", "train.learning_rate=1e-3"]
+    train = ["train", *site.words(*overrides)]
+    job = site.sbatch("--nodes=2", "--job-name=long", "--signal=B:USR1@60", str(ROOT / "slurm/stage.sbatch"), *train)
+    folder = Path(site.status(*overrides)["train"]["path"])
+    cluster = site.cluster
+
+    def at_step(step: int, restarts: int) -> None:
+        def reached() -> bool:
+            facts = cluster.facts(job)
+            assert facts["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), facts
+            return (
+                facts["Restarts"] == str(restarts)
+                and (folder / "metrics.jsonl").exists()
+                and steps_of(folder)[-1] >= step
+            )
+
+        cluster.until(reached, 300, f"step {step} after {restarts} restarts")
+
+    at_step(12, restarts=0)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)  # what Slurm sends before the time limit
+    at_step(40, restarts=1)
+    urgent = site.sbatch("--partition=urgent", "--nodes=2", "--exclusive", "--job-name=urgent", "--wrap=true")
+    cluster.wait(urgent, 300)
+    at_step(80, restarts=2)
+    subprocess.run(["kill", "-9", str(cluster.node_pid("node2"))], check=True)
+    cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    cluster.start_node("node2")
+    cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+    assert cluster.wait(job, 400) == ["COMPLETED"]
+    assert cluster.facts(job)["Restarts"] == "3"
+    assert steps_of(folder) == list(range(1, 151))
+    assert json.loads((folder / "manifest.json").read_text())["stage"] == "train"
+    log = (site.work_dir / f"long-{job}.out").read_text()
+    assert [f"restart {count}:" in log for count in range(4)] == [True] * 4
+
+
+def test_a_killed_array_task_is_completed_by_the_same_line(site: Site) -> None:
+    overrides = ["targets.topk=16"]
+    line = ["--array=0-1", "--job-name=again", str(ROOT / "slurm/shards.sbatch"), "targets", *site.words(*overrides)]
+    job = site.sbatch(*line)
+    site.cluster.run("scancel", f"{job}_1")
+    assert sorted(site.cluster.wait(job, 300)) == ["CANCELLED", "COMPLETED"]
+    folder = Path(site.status(*overrides)["targets"]["path"])
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
+    assert before and not (folder / "manifest.json").exists()
+    assert site.cluster.wait(site.sbatch(*line), 300) == ["COMPLETED", "COMPLETED"]
+    after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
+    assert (folder / "manifest.json").exists() and len(after) > len(before)
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_failing_stage_cancels_what_depends_on_it(cluster: Cluster, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("not json\n" * 20, encoding="utf-8")
+    site = Site(cluster, tmp_path / "work")
+    settings = [f"data.sources=[{{path: {rows}}}]"]
+    jobs = site.submit(*settings)
+    assert cluster.wait(jobs["data"]["job_id"], 300) == ["FAILED"]
+    assert cluster.wait(jobs["export"]["job_id"], 120) == ["CANCELLED"]
+    facts = cluster.facts(jobs["data"]["job_id"])
+    assert facts["ExitCode"] == "3:0"
+    log = next((site.work_dir / "runs/debug/slurm").glob("debug-data-*.out")).read_text()
+    assert "rows.jsonl" in log and "Traceback" not in log
+    again = site.submit(*settings)
+    assert again["data"]["job_id"] != jobs["data"]["job_id"]
+    cluster.run("scancel", *(job["job_id"] for job in again.values()))
