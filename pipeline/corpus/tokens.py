@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
     ]
 )
 _GROUP_ROWS = 256
+PRELOAD = ("transformers.models.auto.tokenization_auto",)  # what worker processes should import once for all
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pipeline.chain import StageContext, share
 from pipeline.corpus.accounts import check_share, write_listing
 from pipeline.corpus.rows import shards_of
 from pipeline.corpus.template import ChatTemplate
-from pipeline.corpus.tokens import TokenShards
+from pipeline.corpus.tokens import PRELOAD, TokenShards
 from pipeline.corpus.workers import each
 from pipeline.errors import DataError
 from pipeline.progress import progress, say
@@ -35,7 +35,7 @@ def run(context: StageContext) -> None:
     )  # fmt: skip
     missing = [Path(name).stem for name in artifact.missing(share(names))]
     with progress(len(missing), what="rendering chats", unit="shards") as bar:
-        for samples in each(writer.publish, missing, workers=config.tokens.workers):
+        for samples in each(writer.publish, missing, workers=config.tokens.workers, preload=PRELOAD):
             bar.advance(rows=samples)
     if not artifact.missing(names):
         _finish(context, artifact, names)

@@ -1,0 +1,282 @@
+"""The answers stage against a local stub: nothing twice, nothing lost, every request as it should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import chain, stopping
+from pipeline.config import Config, dump
+from pipeline.corpus import server
+from pipeline.errors import ConfigError, DataError, Stopped
+from tests.unit.corpus.stage import chat, listing_of, make_config, rows_of, run_stage, write_jsonl
+from tests.unit.corpus.stub_server import Stub, echo, serve
+
+RUN = (
+    "import sys; from pipeline import config; from tests.unit.corpus.stage import run_stage; "
+    "run_stage(config.load(sys.argv[1]), 'answers')"
+)
+# Installed before anything else: whoever imports these fails.
+BLOCKED = (
+    "import sys; "
+    "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'datasets', 'tokenizers', 'accelerate'), None)); "
+)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_FIRST_DELAY_SECONDS", 0.01)
+
+
+def prepare(tmp_path: Path, urls: list[str], *, rows: list[Any] | None = None, **settings: Any) -> Config:
+    """A finished data stage of `rows` (default: ten questions), and the config of its answers stage."""
+    rows = rows or [chat(f"Q{n}?", "old") for n in range(10)]
+    path = write_jsonl(tmp_path / "corpus.jsonl", rows)
+    answers = {
+        "backend": "openai",
+        "endpoints": urls,
+        "model": "served",
+        "max_new_tokens": 77,
+        **settings.pop("answers", {}),
+    }
+    fractions = {"calibration_fraction": 0.0, "evaluation_fraction": 0.0}
+    data = {"sources": [{"path": str(path)}], **fractions, **settings.pop("data", {})}
+    made = make_config(tmp_path / "work", data=data, answers=answers, **settings)
+    run_stage(made, "data")
+    return made
+
+
+def cutting(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+    """Cuts the answers to three questions of ten, whatever the order they come in."""
+    question = body["messages"][-1]["content"]
+    return 200, f"About {question}", "length" if question in ("Q1?", "Q4?", "Q8?") else "stop"
+
+
+@pytest.mark.case("DAT-12")
+def test_cut_answers_are_counted_and_kept_or_dropped_by_the_stored_rule(tmp_path: Path) -> None:
+    with serve(cutting) as stub:
+        made = prepare(tmp_path, [stub.url])
+        artifact = run_stage(made, "answers")
+        manifest = artifact.manifest()
+        assert manifest["finish_reasons"] == {"length": 3, "stop": 7}
+        assert manifest["config"]["answers"]["cut_answers"] == "keep"
+        kept = {row["messages"][0]["content"]: row for row in rows_of(artifact)}
+        assert len(kept) == 10
+        assert kept["Q4?"]["finish_reasons"] == ["length"]
+        assert kept["Q4?"]["messages"][1]["content"] == "About Q4?"
+        drop = prepare(tmp_path, [stub.url], answers={"cut_answers": "drop", "max_skip_fraction": 0.5})
+        artifact = run_stage(drop, "answers")
+    assert artifact.manifest()["skipped"] == {"truncated_answer": 3}
+    assert len(rows_of(artifact)) == 7
+    assert [entry["reason"] for entry in listing_of(artifact)] == ["truncated_answer"] * 3
+
+
+@pytest.mark.case("DAT-14")
+def test_requests_carry_sampling_and_template_options_under_their_own_names(tmp_path: Path) -> None:
+    settings = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    with serve() as stub:
+        template = {"thinking": False, "system_prompt": "Be kind."}
+        run_stage(prepare(tmp_path, [stub.url], answers=settings, template=template), "answers")
+    body = next(body for body in stub.bodies if body["messages"][-1]["content"] == "Q3?")
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert {key: body[key] for key in ("model", "temperature", "top_p", "top_k", "max_tokens")} == {
+        "model": "served", "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 77
+    }  # fmt: skip
+    assert body["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Q3?"}]
+    assert len({body["seed"] for body in stub.bodies}) == 10
+    assert "extra_body" not in body
+
+
+def test_several_turns_are_played_with_the_new_answers(tmp_path: Path) -> None:
+    rows = [chat("A?", "old", "B?", "old", "C?"), chat("Q4?", "old", "D?", "old"), chat("E?", "old")]
+    with serve(cutting) as stub:
+        artifact = run_stage(prepare(tmp_path, [stub.url], rows=rows), "answers")
+    found = {row["messages"][0]["content"]: row for row in rows_of(artifact)}
+    assert [m["content"] for m in found["A?"]["messages"]] == ["A?", "About A?", "B?", "About B?", "C?", "About C?"]
+    assert found["A?"]["finish_reasons"] == ["stop"] * 3
+    assert [m["content"] for m in found["Q4?"]["messages"]] == ["Q4?", "About Q4?"]  # nothing follows a cut answer
+    asked = next(body for body in stub.bodies if body["messages"][-1]["content"] == "C?")
+    assert [m["content"] for m in asked["messages"]] == ["A?", "About A?", "B?", "About B?", "C?"]
+
+
+def test_a_tool_call_of_the_data_is_kept_and_never_trained_on(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "old"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    with serve() as stub:
+        artifact = run_stage(prepare(tmp_path, [stub.url], rows=[{"messages": messages, "tools": tools}]), "answers")
+    (row,) = rows_of(artifact)
+    assert row["finish_reasons"] == ["given", "stop"]
+    assert row["messages"][-1]["content"] == "About 2"
+    (body,) = stub.bodies
+    assert body["tools"] == tools
+    assert body["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert body["messages"][1]["tool_calls"][0]["id"] == body["messages"][2]["tool_call_id"]
+
+
+def test_concurrency_is_bounded_and_spread_over_the_endpoints(tmp_path: Path) -> None:
+    rows = [chat(f"Q{n}?", "old") for n in range(40)]
+    with serve(delay_seconds=0.02) as one, serve(delay_seconds=0.02) as two:
+        made = prepare(tmp_path, [one.url, two.url], rows=rows, answers={"concurrency": 3}, data={"shard_rows": 7})
+        artifact = run_stage(made, "answers")
+    assert len(rows_of(artifact)) == 40
+    assert 1 < one.most_at_once <= 3
+    assert 1 < two.most_at_once <= 3
+    assert min(len(one.bodies), len(two.bodies)) >= 10
+
+
+def test_failures_move_to_another_endpoint_and_a_refused_row_costs_itself(tmp_path: Path) -> None:
+    def broken(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+        return 503, "overloaded", ""
+
+    def picky(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+        return (400, "too long", "") if body["messages"][-1]["content"] == "Q5?" else echo(body, count)
+
+    with serve(broken) as bad, serve(picky) as good:
+        settings = {"concurrency": 2, "max_skip_fraction": 0.2}
+        artifact = run_stage(prepare(tmp_path, [bad.url, good.url], answers=settings), "answers")
+    assert len(rows_of(artifact)) == 9
+    assert artifact.manifest()["skipped"] == {"refused_400": 1}
+    assert "too long" in listing_of(artifact)[0]["detail"]
+
+
+def test_silent_servers_and_wrong_addresses_stop_the_stage(tmp_path: Path) -> None:
+    rows = [chat(f"Q{n}?", "old") for n in range(30)]
+    with serve(lambda body, count: (500, "down", "")) as stub:
+        made = prepare(tmp_path, [stub.url], rows=rows, answers={"retries": 1, "concurrency": 4})
+        with pytest.raises(DataError, match=r"got no answer from 1 endpoint.*HTTP 500.*the same command goes on"):
+            run_stage(made, "answers")
+    with serve(lambda body, count: (404, "no such model", "")) as stub:
+        made = prepare(tmp_path, [stub.url])
+        with pytest.raises(ConfigError, match="no such model"):
+            run_stage(made, "answers")
+
+
+@pytest.mark.case("DAT-13")
+def test_resume_goes_by_row_id_and_mends_a_half_written_line(tmp_path: Path) -> None:
+    with serve() as stub:
+        made = prepare(tmp_path, [stub.url], rows=[chat(f"Q{n}?", "old") for n in range(6)])
+        artifacts = chain.resolve(made)
+        names = {row["messages"][0]["content"]: row["id"] for row in rows_of(artifacts["data"])}
+        entries = [
+            {"id": names[f"Q{n}?"], "turn": 0, "message": {"content": f"Kept {n}"}, "finish_reason": "stop"}
+            for n in (0, 3, 1, 2)
+        ]
+        lines = [json.dumps(entry) for entry in entries]
+        journal = artifacts["answers"].path / "journal" / "train-00000.jsonl"
+        write_jsonl(journal, [*lines[:3], lines[0].replace("Kept 0", "Second 0")])
+        journal.write_text(journal.read_text() + lines[3][:40])
+        artifact = run_stage(made, "answers")
+    answers = {row["messages"][0]["content"]: row["messages"][1]["content"] for row in rows_of(artifact)}
+    assert len(rows_of(artifact)) == 6
+    assert answers == {
+        "Q0?": "Kept 0", "Q1?": "Kept 1", "Q3?": "Kept 3", "Q2?": "About Q2?", "Q4?": "About Q4?", "Q5?": "About Q5?"
+    }  # fmt: skip
+    assert sorted(stub.answered) == ["Q2?", "Q4?", "Q5?"]
+    assert not journal.exists()
+
+
+def flaky(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+    """Fails one request in ten; cuts the answer to one question in five."""
+    question = body["messages"][-1]["content"]
+    if count % 10 == 7:
+        return 500, "failed", ""
+    return 200, f"About {question}", "length" if zlib.crc32(question.encode()) % 5 == 0 else "stop"
+
+
+def kill_after(made: Config, tmp_path: Path, stub: Stub, requests: int) -> None:
+    """Run the stage in a process of its own and end it with SIGKILL once the stub has answered so many questions."""
+    (tmp_path / "run.yaml").write_text(dump(made))
+    process = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path / "run.yaml")], cwd=Path(__file__).parents[2])
+    goal, deadline = len(stub.answered) + requests, time.monotonic() + 60
+    while len(stub.answered) < goal and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert process.poll() is None, "the stage ended before it could be killed"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_killed_against_a_slow_failing_cutting_server_every_id_comes_out_once(tmp_path: Path, proof: Any) -> None:
+    count = proof.size(200, 4000)
+    rows = [chat(f"Q{n}?", "old", f"And {n}?", "old") for n in range(count)]
+    with serve(flaky, delay_seconds=0.005) as stub:
+        answers = {"concurrency": 8, "retries": 8}
+        made = prepare(tmp_path, [stub.url], rows=rows, answers=answers, data={"shard_rows": 40})
+        for _ in range(proof.size(2, 5)):
+            kill_after(made, tmp_path, stub, count // 8)
+        artifact = run_stage(made, "answers")
+    ids = Counter(row["id"] for row in rows_of(artifact))
+    assert ids == Counter(row["id"] for row in rows_of(chain.resolve(made)["data"]))
+    found = Counter(reason for row in rows_of(artifact) for reason in row["finish_reasons"])
+    assert artifact.manifest()["finish_reasons"] == dict(sorted(found.items()))
+    expected: Counter[str] = Counter()
+    for n in range(count):
+        for question in (f"Q{n}?", f"And {n}?"):
+            reason = flaky({"messages": [{"content": question}]}, 0)[2]
+            expected[reason] += 1
+            if reason == "length":
+                break
+    assert found == expected
+    repeated = len(stub.answered) - expected.total()
+    proof.note("answers asked twice after the kills (at most those in flight)", f"{repeated} of {expected.total()}")
+    assert repeated <= proof.size(2, 5) * 8
+
+
+@pytest.mark.case("DEP-03")
+def test_the_client_runs_without_torch_and_transformers(tmp_path: Path) -> None:
+    with serve() as stub:
+        made = prepare(tmp_path, [stub.url])
+        (tmp_path / "run.yaml").write_text(dump(made))
+        code = BLOCKED + RUN
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run.yaml")], check=True, cwd=Path(__file__).parents[2]
+        )
+        assert len(stub.bodies) == 10
+    assert chain.resolve(made)["answers"].complete
+
+
+@pytest.mark.case("DAT-15")
+def test_output_folders_stand_before_the_first_request(tmp_path: Path) -> None:
+    seen: list[bool] = []
+    with serve(lambda body, count: (seen.append(folder.is_dir()), *echo(body, count))[1:]) as stub:  # type: ignore[misc]
+        made = prepare(tmp_path / "not" / "yet" / "there", [stub.url])
+        folder = chain.resolve(made)["answers"].path / "journal"
+        assert not folder.exists()
+        run_stage(made, "answers")
+    assert seen == [True] * 10
+
+
+def test_a_stop_request_keeps_what_was_answered(tmp_path: Path) -> None:
+    def stopping_at_five(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+        if count == 5:
+            stopping.request("test")
+        return echo(body, count)
+
+    stopping.install([])
+    try:
+        with serve(stopping_at_five) as stub:
+            made = prepare(tmp_path, [stub.url], answers={"concurrency": 1})
+            with pytest.raises(Stopped, match="test"):
+                run_stage(made, "answers")
+            assert len(stub.answered) == 5
+            stopping.install([])
+            artifact = run_stage(made, "answers")
+        assert len(stub.answered) == 10
+        assert len(rows_of(artifact)) == 10
+    finally:
+        stopping.install([])
