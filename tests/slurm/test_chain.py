@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 DSPARK = str(Path(sys.executable).with_name("dspark"))
 SMALL = [
-    "tracking.enabled=false", "target.tiny.train_steps=10", "train.steps=12", "train.save_every=4", "train.validate_every=12",
+    "tracking.enabled=false", "target.tiny.train_steps=10", "train.steps=12", "train.save_every=4",
+    "train.validate_every=12",
     "calibrate.num_prompts=8", "calibrate.max_new_tokens=8", "evaluate.num_prompts=4", "evaluate.max_new_tokens=8",
     "evaluate.bootstrap=50", "profile.max_batch_tokens=8", "profile.repeats=1",
 ]  # fmt: skip
