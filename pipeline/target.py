@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from pipeline.errors import ConfigError
@@ -95,7 +96,9 @@ class Target:
         if layers and (problems := check_layers(layers, config.num_hidden_layers)):
             raise ConfigError(problems)
         spread = bool(device_map) or tensor_parallel
-        placement = {"tp_plan": "auto"} if tensor_parallel else {"device_map": device_map} if device_map else {}
+        placement: dict[str, Any] = {"device_map": device_map} if device_map else {}
+        if tensor_parallel:
+            placement = _split_over_ranks(config)
         implementation = None if attention == "auto" else attention
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=implementation, **placement, **options
@@ -177,6 +180,17 @@ class Target:
                     f"target.model: {what} rebuilt from the frozen weights differ from the model's own by {error:.2g} "
                     f"(relative); the architecture {self.config.model_type} is not supported"
                 )
+
+
+def _split_over_ranks(config: Any) -> dict[str, Any]:
+    """Arguments of from_pretrained for transformers' own plan. Raises ConfigError where heads do not divide."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    heads = {name: getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
+    if odd := [f"{name} = {count}" for name, count in heads.items() if count % world]:
+        raise ConfigError(f"target.tensor_parallel: {', '.join(odd)} cannot be split over {world} ranks")
+    if "tp_plan" in inspect.signature(DistributedConfig).parameters:
+        return {"distributed_config": DistributedConfig(tp_plan="auto")}
+    return {"tp_plan": "auto"}
 
 
 def _shared(model: Any, decoder: Any, config: Any) -> Frozen:
