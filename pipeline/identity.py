@@ -94,7 +94,9 @@ def hub_revision(target: Target) -> str:
     else:
         online_error = "HF_HUB_OFFLINE is set"
     try:
-        return Path(snapshot_download(model, revision=target.revision, local_files_only=True)).name
+        return Path(
+            snapshot_download(model, revision=target.revision, local_files_only=True, allow_patterns=["config.json"])
+        ).name
     except Exception as error:  # noqa: BLE001
         raise ConfigError(
             f"target.model: {model} is no local folder, the hub did not answer ({online_error}), and the local hub "

@@ -108,7 +108,7 @@ def _pieces(source: Source) -> list[Piece]:
         files = [file for file in files if readable(file)]
     if files:
         return [Piece(str(file), *bounds) for file in files for bounds in file_ranges(file)]
-    return _row_ranges(str(source.path), len(_hub(source)))
+    return _row_ranges(str(source.path), len(hub_split(source)))
 
 
 def _row_ranges(name: str, size: int) -> list[Piece]:
@@ -130,13 +130,13 @@ def _read_piece(unit: Unit, piece: Piece) -> Iterator[Raw]:
     elif local_files(str(source.path)):
         yield from file_rows(Path(piece.file), piece.start, piece.stop)
     else:
-        stop = piece.stop if piece.stop is not None else len(_hub(source))
-        rows = _hub(source).select(range(piece.start, stop))
+        stop = piece.stop if piece.stop is not None else len(hub_split(source))
+        rows = hub_split(source).select(range(piece.start, stop))
         for line, value in enumerate(rows, 1):
             yield Raw(piece.file, line, value)
 
 
-def _hub(source: Source) -> Any:
+def hub_split(source: Source) -> Any:
     """The memory-mapped hub split. Downloads once; offline it is read from the cache `dspark fetch` filled."""
     import datasets
 
