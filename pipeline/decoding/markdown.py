@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def page(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any], lab: dict[str, Any]) -> str:
     """Markdown of a whole report."""
     records = report["records"]
     block_size = report["block_size"]
@@ -18,6 +18,7 @@ def page(report: dict[str, Any]) -> str:
         *(_curve(records, name, title, block_size) for name, title in _CURVES),
         _endings(records),
         _lossless(records),
+        _lab(lab),
         "## Definitions\n\n" + "\n".join(f"- **{name}**: {text}" for name, text in report["definitions"].items()),
         f"## First prompt, as rendered\n\n```\n{report['first_prompt']}\n```",
     ]
@@ -108,3 +109,24 @@ def _lossless(records: Sequence[dict[str, Any]]) -> str:
             for item in [*found["near_ties"], *found["faults"]]
         ]
     return "## Losslessness at T = 0\n\n" + "\n".join(lines) if lines else ""
+
+
+def _lab(lab: dict[str, Any]) -> str:
+    """Throughput of the scheduler against the best static length, by concurrency."""
+    parts = []
+    for name, section in lab["temperatures"].items():
+        rows = []
+        for users in dict.fromkeys(row["concurrency"] for row in section["rows"]):
+            here = {row["policy"]: row for row in section["rows"] if row["concurrency"] == users}
+            best = max((key for key in here if key.startswith("static")), key=lambda key: here[key]["throughput"])
+            ours = here["early_stop"]
+            rows.append([
+                str(users), number(ours["verify_budget"]), number(ours["throughput"], 1), number(ours["waste"]),
+                number(here["lagged_global"]["throughput"], 1), best, number(here[best]["throughput"], 1),
+            ])  # fmt: skip
+        header = ["users", "drafts per user", "early stop tok/s", "waste", "lagged tok/s", "best static", "its tok/s"]
+        below = "\n".join(f"- {text}" for text in section["shortfalls"])
+        parts.append(f"### {name}, {section['rounds']} recorded rounds\n\n{table(header, rows)}\n\n{below}".rstrip())
+    if not parts:
+        return ""
+    return f"## Scheduler lab\n\nReplayed over the SPS table ({lab['sps_source']}).\n\n" + "\n\n".join(parts)

@@ -64,3 +64,33 @@ def acceptance_plot(records: Sequence[dict[str, Any]], path: Path) -> Path | Non
         axis.set(title=f"T = {temperature:g}", xlabel="slot k", ylabel="P(k accepted | k - 1 accepted)", ylim=(0, 1))
         axis.legend(fontsize=7)
     return _save(figure, path)
+
+
+def sweep_plot(sweeps: dict[str, Sequence[dict[str, float]]], path: Path) -> Path:
+    """Threshold sweep (paper Fig. 5): share of scheduled drafts accepted, and tokens per round for the drafts spent."""
+    figure, axes = _figure(2, width=4.0)
+    for name, rows in sweeps.items():
+        thresholds = [row["threshold"] for row in rows]
+        axes[0].plot(thresholds, [row["accepted_share"] for row in rows], label=name)
+        axes[1].plot([row["scheduled_per_round"] for row in rows], [row["tau"] for row in rows], "o-", markersize=3)
+    axes[0].set(xlabel="survival threshold", ylabel="accepted / scheduled", ylim=(0, 1))
+    axes[1].set(xlabel="drafts scheduled per round", ylabel="tokens per round")
+    axes[0].legend(fontsize=7)
+    return _save(figure, path)
+
+
+def lab_plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Path:
+    """The scheduler lab (paper Fig. 8): verify budget and throughput by concurrency, one line per policy."""
+    figure, axes = _figure(2, width=4.4, height=3.4)
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        line = [row for row in rows if row["policy"] == policy]
+        users = [row["concurrency"] for row in line]
+        style: dict[str, Any] = {"linewidth": 1, "color": "0.75"} if policy.startswith("static") else {"linewidth": 2}
+        axes[0].plot(users, [row["verify_budget"] for row in line], label=policy, **style)
+        axes[1].plot(users, [row["throughput"] for row in line], label=policy, **style)
+    for axis, label in zip(axes, ("drafts verified per user and step", "tokens per second"), strict=True):
+        axis.set(xlabel="concurrent users", ylabel=label, xscale="log")
+    axes[1].set_yscale("log")
+    axes[0].legend(fontsize=6)
+    figure.suptitle(title, fontsize=9)
+    return _save(figure, path)

@@ -28,7 +28,10 @@ QUESTIONS = {
 
 
 def prepare(work_dir: Path, *overrides: str, train_steps: int = 0, drafter: Any = None) -> Config:
-    """A debug configuration with a tiny target, hand-made splits and a drafter with random weights."""
+    """A debug configuration with a tiny target, hand-made splits and a drafter with random weights.
+
+    Called again with the same work directory, it makes only what the overrides changed.
+    """
     config = load(
         "configs/debug.yaml",
         [
@@ -41,9 +44,9 @@ def prepare(work_dir: Path, *overrides: str, train_steps: int = 0, drafter: Any 
     )  # fmt: skip
     make_tiny_target(config)
     artifacts = chain_table.resolve(config)
-    _data(artifacts["data"])
-    _train(config, artifacts["train"], drafter)
-    _plain(artifacts["profile"])
+    for name, make in (("data", _data), ("train", lambda made: _train(config, made, drafter)), ("profile", _plain)):
+        if not artifacts[name].complete:
+            make(artifacts[name])
     return config
 
 

@@ -14,7 +14,8 @@ from tests.stages.prepared import context_of, prepare
 
 
 def finish(config):
-    calibrate.run(context_of(config, "calibrate"))
+    if not context_of(config, "calibrate").artifact.complete:
+        calibrate.run(context_of(config, "calibrate"))
     context = context_of(config, "evaluate")
     evaluate.run(context)
     return context
@@ -26,8 +27,14 @@ def record_of(report, **wanted):
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
-    return finish(prepare(tmp_path_factory.mktemp("work")))
+def work(tmp_path_factory):
+    """One work directory: evaluations that differ in evaluate settings only share everything before."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def evaluated(work):
+    return finish(prepare(work))
 
 
 def test_report_has_one_record_per_drafter_prompt_set_and_temperature(evaluated):
@@ -59,7 +66,7 @@ def test_the_report_states_its_definition_and_prints_both_lengths(evaluated):
 
 
 def test_resumed_and_split_runs_give_the_same_report(evaluated, tmp_path, monkeypatch):
-    config = prepare(tmp_path / "work")
+    config = prepare(tmp_path)
     calibrate.run(context_of(config, "calibrate"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
@@ -73,22 +80,21 @@ def test_resumed_and_split_runs_give_the_same_report(evaluated, tmp_path, monkey
 
 @pytest.mark.case("DAT-16")
 @pytest.mark.case("EVA-06")
-def test_another_chat_mode_is_refused_with_both_values(tmp_path):
-    config = prepare(tmp_path / "work")
+def test_another_chat_mode_is_refused_with_both_values(evaluated, work):
+    config = prepare(work, "evaluate.bootstrap=51")
     changed = config.model_copy(update={"template": config.template.model_copy(update={"system_prompt": "Be brief."})})
     context = context_of(config, "evaluate")
-    calibrate.run(context_of(config, "calibrate"))
     other = type(context)(changed, context.artifact, context.inputs, context.tracker, context.chain)
     with pytest.raises(ConfigError, match="system_prompt: None then, 'Be brief.' now"):
         evaluate.run(other)
 
 
 @pytest.mark.case("EVA-09")
-def test_a_failing_prompt_is_counted_not_dropped(tmp_path):
+def test_a_failing_prompt_is_counted_not_dropped(work, tmp_path):
     lines = [{"turns": ["Count from 1 to 6."]}, {"turns": ["Hi " * 3000]}, {"turns": ["Count from 3 to 8."]}]
     file = tmp_path / "mixed.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    context = finish(prepare(tmp_path / "work", f"evaluate.prompt_sets=[{file}]"))
+    context = finish(prepare(work, f"evaluate.prompt_sets=[{file}]"))
     record = record_of(read_json(context.artifact.path / "report.json"), drafter="dspark", temperature=1.0)
     assert record["num_prompts"] == 3 and record["error_rate"] == pytest.approx(1 / 3)
     assert "prompt_too_long" in record["errors"][0]["error"]
@@ -96,13 +102,13 @@ def test_a_failing_prompt_is_counted_not_dropped(tmp_path):
 
 
 @pytest.mark.case("EVA-10")
-def test_several_prompt_sets_are_reported_apart_and_together(tmp_path):
+def test_several_prompt_sets_are_reported_apart_and_together(work, tmp_path):
     files = []
     for name in ("first", "second"):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps({"turns": [f"Count from {n} to 9.", "Go on."]}) + "\n" for n in range(3)))
         files.append(str(file))
-    context = finish(prepare(tmp_path / "work", f"evaluate.prompt_sets=[{', '.join(files)}]"))
+    context = finish(prepare(work, f"evaluate.prompt_sets=[{', '.join(files)}]"))
     report = read_json(context.artifact.path / "report.json")
     parts = [record_of(report, drafter="dspark", prompts=file, temperature=0.0) for file in files]
     whole = record_of(report, drafter="dspark", prompts="all", domain=None, temperature=0.0)
@@ -115,3 +121,26 @@ def test_teacher_forced_acceptance_has_data_at_every_slot(evaluated):
     record = record_of(report, drafter="dspark", domain=None, temperature=1.0)
     assert min(record["teacher_forced_acceptance_n"]) > 0
     assert all(0 <= value <= 1 for value in record["teacher_forced_acceptance"])
+
+
+def test_the_lab_names_its_table_and_leaves_its_figures(evaluated):
+    lab = read_json(evaluated.artifact.path / "lab.json")
+    assert lab["sps_source"] == "synthetic: sqrt" and set(lab["temperatures"]) == {"T0", "T1"}
+    policies = {row["policy"] for row in lab["temperatures"]["T1"]["rows"]}
+    assert {"static_0", "static_4", "early_stop", "lagged_global"} <= policies
+    for name in ("acceptance", "lab-T0", "lab-T1", "thresholds"):
+        assert (evaluated.artifact.path / f"plots/{name}.png").stat().st_size > 1000
+    assert "synthetic: sqrt" in (evaluated.artifact.path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("policy", ["early_stop", "lagged_global", "static_length", "static_threshold"])
+def test_every_policy_runs_live_and_keeps_greedy_outputs(work, policy):
+    config = prepare(
+        work, f"evaluate.policy={policy}", "evaluate.policy_length=2", "evaluate.policy_threshold=0.3",
+        "evaluate.temperatures=[0.0]", "evaluate.lookup=false",
+    )  # fmt: skip
+    report = read_json(finish(config).artifact.path / "report.json")
+    record = record_of(report, drafter="dspark", domain=None)
+    assert record["policy"] == policy and record["scheduled_per_round"] < 4
+    assert record["lossless"]["faults"] == [] and record["lossless"]["compared"] == 6
+    assert report.get("sps_source") == ("synthetic: sqrt" if policy in ("early_stop", "lagged_global") else None)
