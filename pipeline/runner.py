@@ -22,6 +22,7 @@ from pipeline.config import Config, dump
 from pipeline.errors import ArtifactError, DsparkError, Stopped
 from pipeline.progress import say
 from pipeline.trace import STOPPED, traced
+from pipeline.tracking.redact import redact_text
 
 
 def prepare(config: Config) -> dict[str, Artifact]:
@@ -54,7 +55,7 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
         _note_reuse(config, name, artifact, inputs)
         return
     _make_target(config, name)
-    artifact.create(dump(config))
+    artifact.create(redact_text(dump(config)))
     _link(config, artifact)
     if STAGES[name].ranks == "first" and progress.rank() > 0:
         _wait_for(artifact)

@@ -22,7 +22,7 @@ def _whole(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Text stays allowed, because YAML reads 1e-3 as text; true is not 1.0."""
+    """true is not 1.0. Text that is a number is one, as on a command line."""
     if isinstance(value, bool):
         raise ValueError("a number is expected")
     return value
