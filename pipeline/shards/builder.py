@@ -144,7 +144,7 @@ class Builder:
         flat = np.concatenate([np.arange(count) + index * longest for index, count in enumerate(tokens)])
         kept = [kept_positions(row.mask, spec.positions) for row in chosen]
         flat_kept = np.concatenate([part + index * longest for index, part in enumerate(kept)])
-        out = self._target.forward(_padded(chosen, longest).to(device))
+        out = self._target.forward(padded_ids(chosen).to(device))
         taps_NLD = out.taps_BTLD.flatten(0, 1)[torch.from_numpy(flat).to(device)]
         hidden_PD = out.last_hidden_BTD.flatten(0, 1)[torch.from_numpy(flat_kept).to(device)]
         finite_N = torch.isfinite(taps_NLD.flatten(1).abs().amax(-1)) if spec.num_taps else None
@@ -164,9 +164,9 @@ class Builder:
             job.result()
 
 
-def _padded(rows: Sequence[TokenRow], longest: int) -> Tensor:
+def padded_ids(rows: Sequence[TokenRow]) -> Tensor:
     """Ids [B, T] padded on the right with 0: a causal target never looks there, and nothing there is kept."""
-    ids = np.zeros((len(rows), longest), dtype=np.int64)
+    ids = np.zeros((len(rows), max(len(row.ids) for row in rows)), dtype=np.int64)
     for index, row in enumerate(rows):
         ids[index, : len(row.ids)] = row.ids
     return torch.from_numpy(ids)

@@ -13,7 +13,7 @@ bytes inside the data need the hashes: `dspark verify`.
 from __future__ import annotations
 
 import mmap
-import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,9 @@ _WINDOW = 16
 
 @dataclass(frozen=True)
 class Index:
-    """All samples of an artifact, shard after shard. Arrays have one entry per sample unless said otherwise."""
+    """All samples of an artifact, shard after shard and by row within a shard (not as they lie in the tar, which
+    depends on how batches were formed). Arrays have one entry per sample unless said otherwise.
+    """
 
     files: tuple[str, ...]
     """one per shard"""
@@ -61,13 +63,18 @@ class Index:
     def of(cls, rows: Sequence[tuple[str, dict[str, Any]]]) -> Index:
         """From (file, index columns) per shard."""
         counts = [len(columns["row"]) for _, columns in rows]
+        by_row = [np.argsort(np.asarray(columns["row"], dtype=np.int64)) for _, columns in rows]
         arrays = {
             name: np.concatenate(
-                [np.asarray(columns[name], dtype=np.int64) for _, columns in rows] or [np.zeros(0, np.int64)]
+                [
+                    np.asarray(columns[name], dtype=np.int64)[places]
+                    for (_, columns), places in zip(rows, by_row, strict=True)
+                ]
+                or [np.zeros(0, np.int64)]
             )
             for name in ("row", "offset", "bytes", "tokens", "supervised")
         }
-        ids = tuple(name for _, columns in rows for name in columns["id"])
+        ids = tuple(columns["id"][place] for (_, columns), places in zip(rows, by_row, strict=True) for place in places)
         return cls(tuple(file for file, _ in rows), np.cumsum([0, *counts], dtype=np.int64), ids=ids, **arrays)
 
     def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -97,6 +104,7 @@ class ShardReader:
         self.folder, self.index, self.spec, self.summary = folder, index, spec, summary
         self.channel_rms_LD = channel_rms_LD
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, artifact: Artifact, *, threads: int = 8) -> ShardReader:
@@ -163,19 +171,17 @@ class ShardReader:
 
     def _map(self, shard: int) -> mmap.mmap:
         """The shard's bytes, privately mapped: tensors may be written to without touching the file."""
-        found = self._maps.get(shard)
-        if found is None:
-            handle = os.open(self.folder / self.index.files[shard], os.O_RDONLY)
-            try:
-                found = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(handle)
-            self._maps[shard] = found
-            if len(self._maps) > _OPEN_MAPS:  # unmapped once no tensor views it any more
-                self._maps.popitem(last=False)
-        else:
-            self._maps.move_to_end(shard)
-        return found
+        with self._lock:  # reader threads share us
+            found = self._maps.get(shard)
+            if found is None:
+                with (self.folder / self.index.files[shard]).open("rb") as file:
+                    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._maps[shard] = found
+                if len(self._maps) > _OPEN_MAPS:  # unmapped once no tensor views it any more
+                    self._maps.popitem(last=False)
+            else:
+                self._maps.move_to_end(shard)
+            return found
 
 
 def summary_problems(summary: dict[str, Any]) -> list[str]:
