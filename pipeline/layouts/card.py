@@ -87,7 +87,7 @@ def _title(story: Story, layout: str) -> str:
     if story.facts.vocabulary:
         text += " It proposes from a reduced vocabulary; the tables `d2t` and `t2d` and the cut head are in the file."
         if story.coverage is not None:
-            text += f" That vocabulary covers {100 * story.coverage:.1f} % of the target's probability mass."
+            text += f" That vocabulary covers {100 * story.coverage:.1f} % of the supervised training tokens."
     return text
 
 
@@ -120,8 +120,8 @@ def _results(records: Sequence[Record]) -> str:
     if not records:
         return ""
     columns = {
-        "drafter": "drafter", "prompts": "prompts", "temperature": "T", "num_prompts": "n", "num_rounds": "rounds",
-        "tau": "τ", "tau_low": "95 % from", "tau_high": "to", "tokens_per_second": "tokens/s",
+        "drafter": "drafter", "prompts": "prompts", "domain": "domain", "temperature": "T", "num_prompts": "n",
+        "num_rounds": "rounds", "tau": "τ", "tau_interval": "95 %", "tokens_per_second": "tokens/s",
         "vanilla_tokens_per_second": "vanilla tokens/s",
     }  # fmt: skip
     used = [key for key in columns if any(record.get(key) is not None for record in records)]
@@ -130,7 +130,7 @@ def _results(records: Sequence[Record]) -> str:
         [_figure(record.get("drafter")), _figure(record.get("prompts")), _figure(record.get("temperature")),
          *(_figure(value) for value in record["conditional_acceptance"])]
         for record in records
-        if isinstance(record.get("conditional_acceptance"), list)
+        if isinstance(record.get("conditional_acceptance"), list) and record.get("domain") is None
     ]  # fmt: skip
     text = (
         "## Measured\n\nAccepted length τ = tokens per verify step, the target's own token included, pooled over the "
@@ -222,6 +222,8 @@ def _licence(story: Story) -> str:
 def _figure(value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, list):
+        return "–".join(_figure(item) for item in value)
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
     return str(value)

@@ -9,15 +9,18 @@ must serve it and cannot. Seconds on a CPU; the target's decoder layers are not 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from pipeline import engines, stopping
 from pipeline.artifact import read_json
 from pipeline.chain import StageContext
+from pipeline.decoding.calibration import read_calibration
+from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Drafter
 from pipeline.draft.io import TENSORS, load_drafter
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.frozen import Frozen, load_frozen
 from pipeline.layouts import files, sidefiles
 from pipeline.layouts.card import Story, card
@@ -51,8 +54,8 @@ def run(context: StageContext) -> None:
                 target_tensors=export.include_target_tensors,
                 max_shard_bytes=export.max_shard_bytes,
                 side_files=side_files,
-                tokenizer=lambda where: copy_tokenizer(context, where),
-                card=lambda found, layout=layout: card(story, layout, found),
+                tokenizer=functools.partial(copy_tokenizer, context),
+                card=functools.partial(card, story, layout),
             )
             publish(folder, drafter, layout=layout, frozen=frozen, origin=origin, options=options)
         files.check_hashes(folder)
@@ -98,7 +101,7 @@ def tell(context: StageContext, drafter: Drafter, facts: engines.Facts) -> tuple
     inputs, export = context.inputs, context.config.export
     side_files: dict[str, Any] = {}
     names: dict[str, str] = {}
-    calibration = find_calibration(context) if drafter.config.confidence else None
+    calibration = find_calibration(context, drafter.config)
     if calibration is not None:
         names["sts"] = f"sts-T{sidefiles.temperature_name(export.temperature)}.json"
         side_files[names["sts"]] = sidefiles.sts_file(
@@ -118,34 +121,31 @@ def tell(context: StageContext, drafter: Drafter, facts: engines.Facts) -> tuple
         dtype=export.dtype,
         license=export.license,
         manifests={name: chain[name].manifest() for name in TOLD if name in chain and chain[name].complete},
-        records=_records(read_json(inputs["evaluate"].path / "report.json")),
+        records=read_json(inputs["evaluate"].path / "report.json")["records"],
         calibration=calibration,
         profile=profile,
         side_files=names,
+        coverage=chain["train"].manifest().get("coverage"),
     )
     return story, side_files
 
 
-def _records(report: Any) -> list[dict[str, Any]]:
-    return list(report["records"] if isinstance(report, dict) else report)
-
-
-def find_calibration(context: StageContext) -> dict[str, Any] | None:
-    """The STS file fitted at `export.temperature`; None when the drafter was not calibrated at all.
+def find_calibration(context: StageContext, described: DraftConfig) -> dict[str, Any] | None:
+    """The STS file fitted for this drafter at `export.temperature`; None when there is nothing to calibrate.
 
     Raises ConfigError when only other temperatures were fitted: one of those would be wrong silently (S25).
     """
     calibrate, wanted = context.inputs["calibrate"], context.config.export.temperature
-    weights = context.inputs["train"].facts()[f"draft/{TENSORS}"]["sha256"]
-    fitted = {path: read_json(path) for path in sorted(calibrate.path.glob("sts-T*.json"))}
-    for path, data in fitted.items():
-        checkpoint = data.get("checkpoint")
-        if checkpoint is not None and checkpoint != weights:
-            raise ArtifactError(f"{path}: fitted for the drafter with SHA-256 {checkpoint}, not {weights} (CAL-06)")
-        if float(data.get("temperature", path.stem.removeprefix("sts-T"))) == wanted:
-            return dict(data)
-    if fitted:
-        raise ConfigError(
-            f"export.temperature: {wanted:g} was not calibrated; there are {', '.join(path.name for path in fitted)}"
-        )
-    return None
+    if not described.confidence:
+        return None
+    path = calibrate.path / f"sts-T{wanted:g}.json"
+    if not path.exists():
+        fitted = ", ".join(each.name for each in sorted(calibrate.path.glob("sts-T*.json"))) or "none"
+        raise ConfigError(f"export.temperature: {wanted:g} was not calibrated; there are: {fitted}")
+    expected = {
+        "checkpoint": context.inputs["train"].facts()[f"draft/{TENSORS}"]["sha256"],
+        "temperature": wanted,
+        "block_size": described.block_size,
+        "layout": described.layout,
+    }
+    return read_calibration(path, expected)

@@ -34,6 +34,8 @@ STS = {
     "ece_before": [0.1, 0.1, 0.2, 0.2],
     "ece_after": [0.02, 0.03, 0.02, 0.04],
     "block_size": BLOCK,
+    "layout": "next_token",
+    "form": "logit",
 }
 SPS = {
     "sample_batch_tokens": [1, 2, 4],
@@ -45,6 +47,7 @@ SPS = {
 }
 RECORD = {
     "drafter": "dspark", "prompts": "heldout", "temperature": 1.0, "num_prompts": 12, "num_rounds": 100, "tau": 1.987,
+    "tau_interval": [1.91, 2.06], "domain": None,
     "conditional_acceptance": [0.51, 0.42, 0.4, None],
 }  # fmt: skip
 
@@ -125,7 +128,7 @@ def test_card_tells_the_run(work_dir: Path, target: Path) -> None:
     head = yaml.safe_load(text.split("---\n")[1])
     assert head["license"] == "apache-2.0" and head["tags"] == ["speculative-decoding", "draft-model", "dspark"]
     for told in (
-        "| dspark | heldout | 1 | 12 | 100 | 1.99 |",
+        "| dspark | heldout | 1 | 12 | 100 | 1.99 | 1.91–2.06 |",
         f'"num_speculative_tokens": {BLOCK}',
         "--speculative-dspark-confidence-sts-path DIR/sts-T1.json",
         "--spec-type draft-dspark",
@@ -142,7 +145,7 @@ def test_card_tells_the_run(work_dir: Path, target: Path) -> None:
     [
         ({"vocabulary": 64}, {"layouts": ["deepspec", "specforge"]}, "Layouts that can: deepspec, speculators"),
         ({"markov": "rnn"}, {"engines": ["vllm"]}, "Engines that can: sglang, deepspec, speculators, specforge"),
-        ({}, {"temperature": 0.5}, "0.5 was not calibrated; there are sts-T1.json"),
+        ({}, {"temperature": 0.5}, "0.5 was not calibrated; there are: sts-T1.json"),
     ],
 )
 def test_refusals_come_before_anything_is_written(
@@ -160,7 +163,7 @@ def test_temperatures_of_another_drafter_are_refused(work_dir: Path, target: Pat
     """CAL-06: the calibration file names its checkpoint, and the export holds it to that."""
     context = _context(work_dir, target)
     write_json(context.inputs["calibrate"].path / "sts-T1.json", {**STS, "checkpoint": "another"})
-    with pytest.raises(ArtifactError, match="fitted for the drafter with SHA-256 another"):
+    with pytest.raises(ArtifactError, match="checkpoint 'another'"):
         export.run(context)
 
 
