@@ -91,6 +91,17 @@ OTHER_COMMANDS = {
         "dspark repair -c configs/debug.yaml",
         "pipeline.operations.verify:repair",
     ),
+    "push": Command(
+        "upload one exported layout to the Hugging Face hub (HF_TOKEN)",
+        "dspark push owner/name -c configs/debug.yaml --layout=speculators --private",
+        "pipeline.operations.push:push",
+        (
+            ("repository", "owner/name on the hub; made when it does not exist"),
+            ("--layout=NAME", "one of export.layouts (default: the only one)"),
+            ("--revision=BRANCH", "branch to commit to"),
+            ("--private", "make a new repository private"),
+        ),
+    ),
 }
 
 COMMANDS = {**STAGE_COMMANDS, **OTHER_COMMANDS}
