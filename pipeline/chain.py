@@ -66,6 +66,13 @@ def _prompt_files(config: Config) -> dict[str, Any]:
     return {"prompt_files": {name: hashes.file(Path(name)) for name in names if Path(name).is_file()}}
 
 
+def _recorded(config: Config) -> dict[str, Any]:
+    if config.calibrate.records is None:
+        return {}
+    pattern, hashes = Path(config.calibrate.records), Hashes(config.work_dir)
+    return {"records": [hashes.file(path) for path in sorted(pattern.parent.glob(pattern.name))]}
+
+
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
@@ -77,7 +84,11 @@ STAGES: dict[str, Stage] = {
         Stage("targets", ("targets",), lambda config: ("tokens",), True, "shards"),
         Stage("train", ("draft", "train", "seed"), _teacher, True, "all", also=_live),
         Stage(
-            "calibrate", ("calibrate", "template", "seed"), lambda config: ("train", "data"), True, also=_template_file
+            "calibrate",
+            ("calibrate", "template", "seed"),
+            lambda config: ("train", "data"),
+            True,
+            also=lambda config: {**_template_file(config), **_recorded(config)},
         ),
         Stage("profile", ("profile",), lambda config: (), True),
         Stage(

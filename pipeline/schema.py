@@ -272,6 +272,7 @@ class Train(Section):
 class Calibrate(Section):
     temperatures: tuple[NonNegative, ...] = result((0.0, 1.0), "served temperatures, one file each", min_length=1)
     num_prompts: Count = result(64, "prompts of the calibration split: half fits, half reports")
+    records: str | None = result(None, ".pt shards recorded by SGLang (file name may be a glob), not decoded here")
     max_new_tokens: Count = result(256, "per prompt")
     bins: Count = result(15, "ECE bins")
     dtype: Dtype = result("float32", "compute dtype")
