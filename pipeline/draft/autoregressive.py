@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.draft.attention import AnchorPlan, trim, visible_ranges
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.interface import Anchors, Context, Drafter, FrozenParts, Proposal, Sampler, stack_laws
-from pipeline.draft.layers import Attend, Attention, RMSNorm, Tables
+from pipeline.draft.layers import MLP, Attend, Attention, RMSNorm, Tables
 from pipeline.draft.rope import Rope
 from pipeline.draft.state import DraftState, attend_rows
 
@@ -180,3 +180,14 @@ class AutoregressiveDrafter(Drafter):
 
 def _pairs(own: tuple[Tensor, ...]) -> list[list[Tensor]]:
     return [[x] for x in own] or [[], []]
+
+
+class StepLayer(nn.Module):
+    """A layer that is called in parts, never as a whole: nothing may shard it apart from its drafter."""
+
+    def __init__(self, config: DraftConfig, attention: Attention) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)

@@ -27,6 +27,8 @@ from pipeline.draft.state import DraftState, attend_rows
 class BlockDrafter(Drafter):
     """K slots from one forward over [anchor, mask, …, mask] (next-token) or [anchor, K masks] (fill-in)."""
 
+    shard_units = ("DraftLayer",)
+
     def __init__(self, config: DraftConfig, token_ids: Tensor | None = None) -> None:
         super().__init__(config, token_ids)
         width = config.hidden_size

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.draft.autoregressive import AutoregressiveDrafter
+from pipeline.draft.autoregressive import AutoregressiveDrafter, StepLayer
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.layers import MLP, Attention, RMSNorm
+from pipeline.draft.layers import Attention, RMSNorm
 
 
 class Eagle3(AutoregressiveDrafter):
@@ -43,13 +43,9 @@ class Eagle3(AutoregressiveDrafter):
         return self.norm(hidden), hidden
 
 
-class EagleLayer(nn.Module):
-    """Parameters of Eagle3's layer, published as `midlayer`."""
+class EagleLayer(StepLayer):
+    """Eagle3's layer, published as `midlayer`."""
 
     def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, Attention(config, input_width=2 * config.hidden_size, qk_norm=False))
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, input_width=2 * config.hidden_size, qk_norm=False)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)

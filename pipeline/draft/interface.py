@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,9 @@ class Execution:
 
 class Drafter(nn.Module):
     """Common to the family: heads, draft vocabulary, the sampling loop. Subclasses add the backbone."""
+
+    # Layer classes that are called as a whole, so that FSDP may gather them one by one.
+    shard_units: ClassVar[tuple[str, ...]] = ()
 
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None

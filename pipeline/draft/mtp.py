@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.draft.autoregressive import AutoregressiveDrafter
+from pipeline.draft.autoregressive import AutoregressiveDrafter, StepLayer
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.layers import DraftLayer, RMSNorm
+from pipeline.draft.layers import Attention, RMSNorm
 
 
 class MTP(AutoregressiveDrafter):
@@ -27,7 +27,7 @@ class MTP(AutoregressiveDrafter):
         self.pre_fc_norm_embedding = RMSNorm(width, eps)
         self.pre_fc_norm_hidden = RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList([DraftLayer(config)])
+        self.layers = nn.ModuleList([StepLayer(config, Attention(config))])
         self.norm = RMSNorm(width, eps)
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
