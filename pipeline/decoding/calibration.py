@@ -122,7 +122,7 @@ def _file(
     whole = report["all"]
     return {
         "temperatures": fitted.temperatures,
-        "dataset": "calibration split: " + ", ".join(name for name in report if name != "all"),
+        "dataset": ", ".join(name for name in report if name != "all"),
         "num_samples": fitted_on,
         "ece_before": whole["ece_before"],
         "ece_after": whole["ece_after"],

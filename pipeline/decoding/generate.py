@@ -44,8 +44,8 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     if played.error is not None:
         raise DataError(f"generate: {played.error}")
     answer = played.answers[0]
-    say(marked(answer, player.template.decode, terminal=sys.stdout.isatty()))
-    say(facts(answer, seconds))
+    say(marked(answer, player.template.decode, terminal=sys.stdout.isatty()), result=True)
+    say(facts(answer, seconds), result=True)
 
 
 def from_draft(answer: Generation) -> list[bool]:

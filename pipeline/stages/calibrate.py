@@ -16,9 +16,10 @@ from pipeline.corpus.prompts import Prompt, split_prompts
 from pipeline.decoding.calibration import calibrate, join, mean, save_records
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import reliability_plot
+from pipeline.decoding.recorded import import_shards
 from pipeline.decoding.units import CHUNK, choose
 from pipeline.draft.io import TENSORS, read_description
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.progress import progress, say
 
 
@@ -31,15 +32,18 @@ def run(context: StageContext) -> None:
         say(f"calibrate: a {described.kind} drafter without a confidence head has nothing to calibrate")
         artifact.finish(calibrated=False)
         return
+    identity = {
+        "checkpoint": sha256_file(folder / TENSORS), "block_size": described.block_size, "layout": described.layout,
+    }  # fmt: skip
+    if config.calibrate.records is not None:
+        _import(context, identity)
+        return
     prompts = choose(list(split_prompts(context.inputs["data"], "calibration")), config.calibrate.num_prompts)
     if len(prompts) < 2:
         raise DataError("calibrate: the calibration split is empty; raise data.calibration_fraction")
     units = _units(context, prompts)
     mine = artifact.missing(share(list(units)))
     if mine:
-        identity = {
-            "checkpoint": sha256_file(folder / TENSORS), "block_size": described.block_size, "layout": described.layout,
-        }  # fmt: skip
         player = Player.load(config, context.target_path, dtype=config.calibrate.dtype, drafter=folder)
         with progress(sum(len(units[name][1]) for name in mine), what="calibrate", unit="prompts") as bar:
             for name in mine:
@@ -51,7 +55,22 @@ def run(context: StageContext) -> None:
                     )  # fmt: skip
                     shard.row["samples"] = save_records(shard.path, played, {**identity, "temperature": temperature})
     if not artifact.missing(units):
-        _finish(context, artifact, units)
+        for temperature in config.calibrate.temperatures:
+            parts = [artifact.path / file for file, (at, _) in units.items() if at == temperature]
+            join(parts, artifact.path / f"records-T{temperature:g}.npz")
+        _finish(context, artifact, list(units))
+
+
+def _import(context: StageContext, identity: dict[str, Any]) -> None:
+    """Records taken by a serving engine at the one configured temperature, instead of decoding."""
+    settings = context.config.calibrate
+    if len(settings.temperatures) != 1:
+        raise ConfigError("calibrate.records were served at one temperature: name it alone in calibrate.temperatures")
+    (temperature,) = settings.temperatures
+    path = context.artifact.path / f"records-T{temperature:g}.npz"
+    count = import_shards(str(settings.records), path, {**identity, "temperature": temperature})
+    say(f"calibrate: {count} recorded rounds from {settings.records}")
+    _finish(context, context.artifact, [])
 
 
 def _units(context: StageContext, prompts: list[Prompt]) -> dict[str, tuple[float, list[Prompt]]]:
@@ -62,13 +81,11 @@ def _units(context: StageContext, prompts: list[Prompt]) -> dict[str, tuple[floa
     }
 
 
-def _finish(context: StageContext, artifact: Artifact, units: dict[str, tuple[float, list[Prompt]]]) -> None:
+def _finish(context: StageContext, artifact: Artifact, shards: list[str]) -> None:
     files, summary = [], {}
     for temperature in context.config.calibrate.temperatures:
         name = f"T{temperature:g}"
-        parts = [artifact.path / file for file, (at, _) in units.items() if at == temperature]
         records = artifact.path / f"records-{name}.npz"
-        join(parts, records)
         found = calibrate(records, bins=context.config.calibrate.bins)
         write_json(artifact.path / f"sts-{name}.json", found)
         plot = reliability_plot(found, artifact.path / "plots" / f"reliability-{name}.png")
@@ -76,7 +93,7 @@ def _finish(context: StageContext, artifact: Artifact, units: dict[str, tuple[fl
         summary[name] = _tell(context, name, found)
     for file in files:
         context.tracker.file(artifact.path / file, "calibrate")
-    artifact.finish(list(units), files, calibrated=True, ece=summary)
+    artifact.finish(shards, files, calibrated=True, ece=summary)
 
 
 def _tell(context: StageContext, name: str, found: dict[str, Any]) -> dict[str, Any]:

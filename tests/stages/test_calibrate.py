@@ -11,6 +11,7 @@ import torch
 from pipeline.artifact import read_json, sha256_file, write_json
 from pipeline.decoding.calibration import calibrate as calibrate_file
 from pipeline.decoding.calibration import drift, halves, read_calibration, read_records
+from pipeline.decoding.recorded import read_shard
 from pipeline.errors import ArtifactError, DataError
 from pipeline.stages import calibrate, evaluate
 from tests.stages.prepared import context_of, prepare
@@ -127,3 +128,37 @@ def test_ranks_share_the_chunks_and_get_the_same_files(calibrated, tmp_path, mon
     artifact = context_of(config, "calibrate").artifact
     for fact in calibrated.artifact.manifest()["files"]:
         assert sha256_file(artifact.path / fact["file"]) == fact["sha256"], fact["file"]
+
+
+def shard(path, n, seed, **extra):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, 4, generator=generator)
+    mask = (torch.rand(n, 4, generator=generator) < torch.sigmoid(logits / 2)).long().cumprod(1).bool()
+    torch.save({"logits": logits, "prefix_mask": mask, **extra}, path)
+
+
+def test_shards_recorded_by_sglang_are_fitted(tmp_path):
+    for number in range(2):
+        shard(tmp_path / f"stem.0.{number}.pt", 3000, number)
+    config = prepare(
+        tmp_path / "work", f"calibrate.records={tmp_path}/stem.*.pt", "calibrate.temperatures=[1.0]",
+    )  # fmt: skip
+    context = context_of(config, "calibrate")
+    calibrate.run(context)
+    found = read_json(context.artifact.path / "sts-T1.json")
+    assert found["num_samples"] == 3000 and found["temperatures"][0] == pytest.approx(2.0, rel=0.2)
+    assert found["ece_after"][0] < found["ece_before"][0]
+    assert found["dataset"] == "recorded by SGLang"
+
+
+@pytest.mark.case("CAL-02")
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [({"threshold": 0.5}, "threshold"),
+     ({"prefix_mask": torch.tensor([[0, 1, 0, 0]]).expand(9, 4)}, "after a rejected"),
+     ({"logits": torch.zeros(9, 5)}, "block size"), ({"prefix_mask": None}, "not a shard")],
+)  # fmt: skip
+def test_foreign_or_thresholded_shards_are_refused(tmp_path, extra, message):
+    shard(tmp_path / "stem.0.0.pt", 9, 0, **extra)
+    with pytest.raises(DataError, match=message):
+        read_shard(tmp_path / "stem.0.0.pt", 4)
