@@ -1,4 +1,4 @@
-"""Near-duplicates by MinHash: signatures on disk, below 100 bytes a row in memory, the smallest id kept.
+"""Near-duplicates by MinHash: signatures on disk, at most 120 bytes a row in memory, the smallest id kept.
 
     signature = Signer(config.data.near_duplicates)(row)             # uint32[permutations], written beside the rows
     removed = near_duplicates(signatures, settings)                  # places of rows, and what each is a copy of
@@ -11,15 +11,20 @@ Of each such pair the row with the larger id goes. Rows come ordered by id, so "
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.config import NearDuplicates
 from pipeline.corpus.rows import Row
+
+if TYPE_CHECKING:
+    from datasketch import MinHash
 
 _WORD = re.compile(r"\w+")
 _RECALL = 0.99  # share of pairs exactly at the threshold that some band proposes
@@ -41,14 +46,25 @@ class Signer:
     settings: NearDuplicates
 
     def __call__(self, row: Row) -> np.ndarray:
-        from datasketch import MinHash
-
         tokens = words(" ".join(message["content"] for message in row.messages))
-        size = self.settings.ngram
-        shingles = {" ".join(tokens[at : at + size]) for at in range(max(len(tokens) - size + 1, 1))}
-        sketch = MinHash(num_perm=self.settings.permutations)
-        sketch.update_batch([shingle.encode() for shingle in sorted(shingles)])
+        sketch = _empty_sketch(self.settings.permutations).copy()
+        sketch.update_batch(_shingles(tokens, self.settings.ngram).tolist())
         return sketch.hashvalues.astype(np.uint32)
+
+
+@cache
+def _empty_sketch(permutations: int) -> MinHash:
+    from datasketch import MinHash
+
+    return MinHash(num_perm=permutations, hashfunc=int)  # shingles come hashed
+
+
+def _shingles(tokens: list[str], size: int) -> np.ndarray:
+    """Distinct 32-bit hashes of every run of `size` words (of all words, where there are fewer)."""
+    hashes = np.fromiter((zlib.crc32(token.encode()) for token in tokens), np.uint64, len(tokens))
+    count = max(len(tokens) - size + 1, min(len(tokens), 1))
+    columns = [hashes[at : at + count] for at in range(min(size, len(tokens)))]
+    return np.unique(_mix(columns, count) >> np.uint64(32))
 
 
 @dataclass
@@ -105,17 +121,17 @@ def near_duplicates(signatures: Signatures, settings: NearDuplicates) -> tuple[n
         hashes = np.zeros((len(some), len(signatures)), np.uint64)
         for places, values in signatures.blocks():
             for at, band in enumerate(some):
-                hashes[at, places] = _mix(values[:, band * rows : (band + 1) * rows])
+                hashes[at, places] = _mix(values[:, band * rows : (band + 1) * rows].T, len(values))
         for band_hashes in hashes:
             _match_band(band_hashes, signatures, settings.threshold, match, score)
     gone = np.flatnonzero(match != _NONE)
     return gone, _roots(match, gone), score[gone]
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """One 64-bit hash of each row of uint32 values."""
-    state = np.zeros(len(values), np.uint64)
-    for column in values.T:
+def _mix(columns: Iterable[np.ndarray], count: int) -> np.ndarray:
+    """One 64-bit hash of each row of a table of `count` rows, given as columns of unsigned numbers."""
+    state = np.zeros(count, np.uint64)
+    for column in columns:
         state = (state ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         state ^= state >> np.uint64(29)
     return state

@@ -134,6 +134,11 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------ facts
 
     @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Special and added tokens: those that stand for no ordinary text."""
+        return frozenset(self.tokenizer.all_special_ids) | frozenset(self.tokenizer.added_tokens_decoder)
+
+    @cached_property
     def end_of_turn(self) -> int | None:
         """The token the template puts right after an answer, when it is a special one."""
         chat = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Blue7"}]
@@ -144,8 +149,7 @@ class ChatTemplate:
                 f"{self.path}: its template cannot render a question and an answer: {skip.facts}"
             ) from skip
         after = self.encode(whole[whole.rindex("Blue7") + len("Blue7") :].lstrip())
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        return after[0] if after and after[0] in special else None
+        return after[0] if after and after[0] in self.added_ids else None
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:

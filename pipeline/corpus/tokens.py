@@ -65,13 +65,15 @@ def read_tokens(path: Path) -> Iterator[TokenRecord]:
 
 
 def write_tokens(text: Path, tokens: Path, template: ChatTemplate, settings: schema.Tokens) -> dict[str, Any]:
-    """Render a text shard. Returns the shard's facts: samples, tokens, supervised, skipped, and the skipped turns.
+    """Render a text shard. Returns the shard's facts: samples, tokens, supervised, skipped, special tokens by count.
 
     Every assistant turn (or conversation without one) is one sample or one counted skip.
     """
     skipped: Counter[str] = Counter()
     listing: list[dict[str, Any]] = []
     sums: Counter[str] = Counter()
+    special: Counter[int] = Counter()
+    added = template.added_ids
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     with parquet.ParquetWriter(tokens, SCHEMA, compression="zstd") as writer:
         for row in read_rows(text):
@@ -81,6 +83,7 @@ def write_tokens(text: Path, tokens: Path, template: ChatTemplate, settings: sch
                 for name, value in zip(SCHEMA.names, values, strict=True):
                     columns[name].append(value)
                 sums.update(samples=1, tokens=len(made.ids), supervised=sum(made.mask))
+                special.update(token for token in made.ids if token in added)
             for turn, reason, detail in rendered.skipped:
                 skipped[reason] += 1
                 listing.append({"id": row.id, "turn": turn, "reason": reason, "detail": detail[:500]})
@@ -88,7 +91,8 @@ def write_tokens(text: Path, tokens: Path, template: ChatTemplate, settings: sch
             if len(columns["id"]) >= _GROUP_ROWS:
                 _flush(writer, columns)
         _flush(writer, columns)
-    facts = {name: sums[name] for name in ("samples", "tokens", "supervised", "conversations")}
+    facts: dict[str, Any] = {name: sums[name] for name in ("samples", "tokens", "supervised", "conversations")}
+    facts["special_tokens"] = {str(token): count for token, count in sorted(special.items())}
     return {**facts, "skipped": dict(sorted(skipped.items())), "skipped_rows": listing}
 
 

@@ -7,6 +7,7 @@ One parquet file per text shard of the train split; a training row per assistant
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from pipeline.artifact import Artifact
@@ -45,6 +46,9 @@ def _finish(context: StageContext, artifact: Artifact, names: list[str]) -> None
     config = context.config
     rows = [artifact.row(name) or {} for name in names]
     sums = {key: sum(row[key] for row in rows) for key in ("samples", "tokens", "supervised", "conversations")}
+    special: Counter[str] = Counter()
+    for row in rows:
+        special.update(row["special_tokens"])
     skipped = write_listing(artifact.path / "skipped.jsonl", rows)
     total = sums["samples"] + sum(skipped.values())
     faults = {reason: count for reason, count in skipped.items() if reason != "given"}
@@ -62,7 +66,7 @@ def _finish(context: StageContext, artifact: Artifact, names: list[str]) -> None
     artifact.finish(
         names, ["skipped.jsonl"],
         template={**template.info(), "max_length": config.tokens.max_length},
-        stop_ids=list(template.stop_ids), vocabulary=len(template.tokenizer), **sums,
+        stop_ids=list(template.stop_ids), vocabulary=len(template.tokenizer), special_tokens=dict(special), **sums,
     )  # fmt: skip
     context.tracker.file(artifact.path / "skipped.jsonl", "tokens")
     say(f"tokens: {sums['samples']} rows from {sums['conversations']} conversations, {sums['tokens']} tokens, "
