@@ -1,4 +1,4 @@
-"""`profile`: steps per second of the target on this machine, by forward batch in tokens (S28).
+"""`profile`: steps per second of the target, here or on a running server, by forward batch in tokens (S28).
 
     dspark profile -c FILE
 
@@ -11,6 +11,7 @@ import torch
 
 from pipeline.artifact import write_json
 from pipeline.chain import StageContext
+from pipeline.decoding.served import measure_server
 from pipeline.decoding.sps import grid, measure, synthetic
 from pipeline.progress import say
 from pipeline.target import Target, pick_device
@@ -24,6 +25,8 @@ def run(context: StageContext) -> None:
     if settings.synthetic is not None:
         found = synthetic(settings.synthetic, sizes)
         say(f"profile: {found['source']}, not a measurement; every output that uses it says so", warning=True)
+    elif settings.endpoint is not None:
+        found = measure_server(config, sizes)
     else:
         target = Target.load(
             context.target_path, dtype=getattr(torch, settings.dtype), device=pick_device(),
