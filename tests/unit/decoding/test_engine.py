@@ -160,3 +160,25 @@ def test_cache_refuses_to_write_past_its_room():
     cache.reserve(2, 8)
     with pytest.raises(IndexError):
         cache.place(torch.tensor([[4000]]))
+
+
+@pytest.mark.case("EVA-07")
+def test_the_draft_is_really_run_three_drafters_three_counts():
+    """The target itself accepts everything, a random chain about 1/V of the rest, and another one something else."""
+    vocabulary = 50
+    logits = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(0)) * 4
+
+    def tau(drafter_logits):
+        got = decode(
+            TableTarget(logits), [[n, n + 1] for n in range(5)], drafter=TableDrafter(drafter_logits, 4),
+            temperature=0.0, max_new_tokens=101, stop_ids=(), batch_size=5, seeds=range(5),
+        )  # fmt: skip
+        steps = [step for generation in got for step in generation.rounds]
+        return sum(step.accepted + step.bonus for step in steps) / len(steps)
+
+    half = logits.clone()
+    half[::2] = half[::2].flip(1)
+    flat = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(1))
+    assert tau(logits) == 5.0
+    assert tau(flat) < 1.3
+    assert tau(flat) < tau(half) < 5.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from pipeline.config import Draft
 from pipeline.decoding.teacher_forced import acceptance_sums
 from pipeline.draft.build import build_drafter
 from pipeline.draft.derive import derive_config
+from pipeline.speculative.losses import SlotStatistics
 from pipeline.speculative.verify import Law
 from pipeline.target import Target
+from pipeline.training.metrics import TOTALS, measure
 from tests.unit.decoding.toys import small_model
 
 
@@ -50,3 +54,29 @@ def test_sums_match_stepwise_proposals(temperature):
     got = acceptance_sums(target, drafter, prompt, output, law)
     assert [count for _, count in got] == [count for _, count in expected] == [5, 4, 3]
     assert [total for total, _ in got] == pytest.approx([total for total, _ in expected], abs=1e-4)
+
+
+@pytest.mark.case("EVA-08")
+@pytest.mark.parametrize("layout", ["next_token", "fill_in"])
+def test_a_perfect_draft_accepts_every_slot_the_first_one_included(layout):
+    """Its states are the target's own at a + k - 1, whatever inputs the layout feeds; tau in training is K + 1."""
+    block_size, target = 3, Target(small_model(layers=4), layers=(0, 1))
+
+    class Perfect:
+        config, rows, markov_w2 = SimpleNamespace(block_size=block_size, layout=layout), None, None
+
+        def __call__(self, context, anchors, embed_VD):
+            last = len(context.ids_T) - 1
+            at_AK = (anchors.index_A[:, None] + torch.arange(block_size)).clamp(max=last)
+            return SimpleNamespace(hidden_AKD=context.last_hidden_TD[at_AK], markov_AKr=None)
+
+    sums = acceptance_sums(target, Perfect(), [5, 9, 33], [8, 2, 78, 4, 60, 6], Law(1.0))
+    assert [total / count for total, count in sums] == pytest.approx([1.0] * block_size, abs=1e-5)
+    slots = 4 * block_size
+    batch = SimpleNamespace(
+        anchors=SimpleNamespace(valid_AK=torch.ones(4, block_size, dtype=torch.bool)), slots_S=torch.arange(slots),
+        labels_S=torch.zeros(slots, dtype=torch.long), teacher=None, tokens=0, keys=[],
+    )  # fmt: skip
+    zeros = torch.zeros(slots)
+    totals = measure(batch, SlotStatistics(zeros, zeros, zeros, zeros), torch.ones(slots)).totals_N
+    assert float(totals[TOTALS.index("tau")] / totals[TOTALS.index("blocks")]) == block_size + 1
