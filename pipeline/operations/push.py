@@ -2,7 +2,8 @@
 
     HF_TOKEN=... dspark push owner/name -c FILE --layout=speculators --private
 
-Only a finished export whose files still match their hashes is uploaded, in one commit. HF_ENDPOINT names another server.
+Only a finished export whose files still match their hashes is uploaded, in one commit. HF_ENDPOINT names another
+server.
 """
 
 from __future__ import annotations

@@ -133,3 +133,18 @@ def published(
     made = drafter(name, **(changes or {}))
     publish(folder, made, layout=layout, frozen=head(), origin=origin(), options=Options(**options))
     return made
+
+
+def drafts(made: Drafter) -> tuple[Tensor, Tensor | None]:
+    """Greedy draft tokens and confidence logits of three rows with contexts of different lengths, as when decoding."""
+    frozen, generator = head(), torch.Generator().manual_seed(5)
+    lengths = torch.tensor([3, 9, 6])
+    ids = torch.randint(0, VOCAB, (3, 10), generator=generator)
+    taps = torch.randn(3, 10, len(made.config.target_layer_ids), WIDTH, generator=generator)
+    last = torch.randn(3, 10, WIDTH, generator=generator)
+    made = made.eval().requires_grad_(False)
+    state = made.start(3, 16, device="cpu", dtype=torch.float32)
+    made.observe(state, taps, last, ids, torch.arange(10).expand(3, 10), lengths, frozen=frozen)
+    anchors = ids[torch.arange(3), lengths]
+    proposal = made.propose(state, anchors, lengths, lambda logits, slot: (logits.argmax(-1), None), frozen)
+    return proposal.tokens_BK, proposal.confidence_BK

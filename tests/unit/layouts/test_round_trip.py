@@ -14,7 +14,7 @@ from pipeline.layouts import files
 from pipeline.layouts.check import probe
 from pipeline.layouts.load import load_published
 from pipeline.layouts.publish import Options, facts_of, publish
-from tests.unit.layouts.published import CHANGES, drafter, head, origin, published
+from tests.unit.layouts.published import CHANGES, drafter, drafts, head, origin, published
 
 ROUTES = [
     (name, layout)
@@ -30,7 +30,7 @@ def test_every_layout_is_travelled() -> None:
 @pytest.mark.case("EXP-04")
 @pytest.mark.parametrize(("name", "layout"), ROUTES)
 def test_comes_back_as_it_was(tmp_path: Path, name: str, layout: str) -> None:
-    """EXP-04: rebuilt from the folder alone, any option: equal config, bit-equal logits (float32 export)."""
+    """EXP-04: rebuilt from the folder alone, any option: equal config, logits bit for bit, the same drafts decoded."""
     made = published(tmp_path / "out", name, layout, dtype="float32")
     loaded, meta = load_published(tmp_path / "out")
     differing = {key for key, value in made.config.to_dict().items() if loaded.config.to_dict()[key] != value}
@@ -42,6 +42,7 @@ def test_comes_back_as_it_was(tmp_path: Path, name: str, layout: str) -> None:
         torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
     else:
         assert torch.equal(after, before)
+    assert torch.equal(drafts(loaded)[0], drafts(made)[0])
 
 
 @pytest.mark.case("EXP-03")
