@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config
+from pipeline import preflight
+from pipeline.config import Config, dump, load
 from pipeline.corpus.inspect import anchor_eligible, examine, token_roles
 from pipeline.corpus.template import ChatTemplate
+from pipeline.errors import ConfigError
 from tests.unit.corpus.chat_tokenizer import make_tokenizer, template_text
 from tests.unit.corpus.stage import chat, make_config, write_jsonl
 
@@ -22,7 +24,7 @@ from tests.unit.corpus.stage import chat, make_config, write_jsonl
 def prepare(tmp_path: Path, *, rows: list[Any] | None = None, vocab_size: int = 270, **switches: Any) -> Config:
     folder = tmp_path / "target"
     make_tokenizer(folder, template_text(**switches))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "num_hidden_layers": 36}))
     path = write_jsonl(tmp_path / "c.jsonl", rows or ["{", chat("Hi there?", "Hello.", "More?", "Yes.")])
     return make_config(tmp_path / "work", target={"model": str(folder)}, data={"sources": [{"path": str(path)}]})
 
@@ -135,3 +137,22 @@ def test_a_server_is_compared_token_by_token_or_by_count(tmp_path: Path) -> None
     with tokenizing(None) as url:
         assert "counts 3 prompt tokens" in examine(made, model, samples=1, endpoint=url).problems[0]
     assert "cannot be asked" in examine(made, model, samples=1, endpoint="http://127.0.0.1:9/v1").problems[0]
+
+
+@pytest.mark.case("TOK-03")
+@pytest.mark.parametrize(("file", "flag", "used"), [(4, None, 4), (4, 5, 5), (None, 5, 5), (None, None, None)])
+def test_a_mask_token_on_the_command_line_beats_the_file(
+    tmp_path: Path, file: int | None, flag: int | None, used: int | None
+) -> None:
+    made = prepare(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(made.model_copy(update={"draft": made.draft.model_copy(update={"mask_token_id": file})})))
+    resolved = load(path, [] if flag is None else [f"draft.mask_token_id={flag}"])
+    assert resolved.draft.mask_token_id == used
+    shown = [line for line in examine(resolved, str(made.target.model), samples=1).lines if "mask token" in line]
+    if used is None:
+        assert shown == []
+        with pytest.raises(ConfigError, match="draft.mask_token_id: required"):
+            preflight.check(resolved)
+    else:
+        assert shown[0].startswith(f"mask token: {used},")
