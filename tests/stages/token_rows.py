@@ -50,7 +50,7 @@ def _tokens(artifact: Artifact, sizes: tuple[int, ...]) -> None:
             shard.row.update(
                 samples=size, tokens=int(lengths.sum()), supervised=sum(map(sum, masks)), conversations=size
             )
-    artifact.finish(names, template={"hash": "toy"})
+    artifact.finish(names, template={"hash": "toy"}, stop_ids=[2], vocabulary=320)
 
 
 def context_of(config: Config) -> StageContext:
