@@ -32,12 +32,11 @@ PART_BYTES = 16 << 20
 INDEX = np.dtype(
     [
         ("id", "<u8"),
-        ("order", "<u4"),  # of the row within its unit
         ("offset", "<u4"),
         ("length", "<u4"),
         ("line", "<u4"),
-        ("file", "<u2"),  # into the unit's list of file names
-        ("source", "<u2"),  # into the unit's list of source names
+        ("file", "<u4"),  # into the unit's list of file names
+        ("source", "<u4"),  # into the unit's list of source names
     ]
 )
 
@@ -51,8 +50,8 @@ class _Found:
     last_line: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     parts: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)  # name → its number
+    sources: dict[str, int] = field(default_factory=dict)
     read: Counter[str] = field(default_factory=Counter)  # usable rows of each source before any removal
 
 
@@ -79,8 +78,8 @@ class _Buffer:
         index = np.zeros(len(order), INDEX)
         offset = 0
         for place, row in enumerate(order):
-            row_id, sequence, line, file, source = self.facts[row]
-            index[place] = (row_id, sequence, offset, len(self.lines[row]), line, file, source)
+            row_id, _, line, file, source = self.facts[row]
+            index[place] = (row_id, offset, len(self.lines[row]), line, file, source)
             offset += len(self.lines[row])
         with atomic_path(folder / f"{name}.jsonl") as path, path.open("wb") as out:
             out.writelines(self.lines[row] for row in order)
@@ -131,7 +130,8 @@ class PartWriter:
                     self._publish(buffer, unit, found)
                     buffer = _Buffer()
             self._publish(buffer, unit, found)
-        write_json(self._meta(unit), {**vars(found), "key": unit.key, "first_line": unit.pieces[0].first_line})
+        names = {"files": list(found.files), "sources": list(found.sources)}
+        write_json(self._meta(unit), {**vars(found), **names, "key": unit.key, "first_line": unit.pieces[0].first_line})
         return found.rows_in
 
     def _store(self, raw: Raw, order: int, unit: Unit, found: _Found, buffer: _Buffer) -> None:
@@ -145,6 +145,8 @@ class PartWriter:
             line = row.line()
         except UnicodeEncodeError as error:
             raise Skip("bad_unicode", str(error)) from error
+        except (ValueError, TypeError) as error:  # NaN, dates, bytes: in tools and call arguments
+            raise Skip("not_json", str(error)) from error
         found.read[source] += 1
         if not sampled(row.id, unit.source.weight):
             raise Skip("not_sampled")
@@ -152,8 +154,9 @@ class PartWriter:
             self.leaks.check(row)
         if self.signer is not None:
             buffer.signatures.append(self.signer(row))
-        where = (_place(found.files, raw.file), _place(found.sources, source))
-        buffer.add(line, (int(row.id, 16), order, raw.line, *where))
+        file = found.files.setdefault(raw.file, len(found.files))
+        named = found.sources.setdefault(source, len(found.sources))
+        buffer.add(line, (int(row.id, 16), order, raw.line, file, named))
 
     def _publish(self, buffer: _Buffer, unit: Unit, found: _Found) -> None:
         if buffer.lines:
@@ -171,10 +174,3 @@ def _note(listing: IO[str], found: _Found, raw: Raw, skip: Skip) -> None:
     if skip.reason != "not_sampled":
         entry: dict[str, Any] = {"file": raw.file, "line": raw.line, "reason": skip.reason, **skip.facts}
         listing.write(json.dumps(entry, sort_keys=True) + "\n")
-
-
-def _place(names: list[str], name: str) -> int:
-    """Position of a name in a short list, added when new."""
-    if name not in names:
-        names.append(name)
-    return names.index(name)

@@ -80,7 +80,7 @@ def test_the_same_chats_in_every_shape_give_byte_identical_shards(tmp_path: Path
 
 
 def mixed_rows() -> list[Any]:
-    """240 good chats and nine rows that each fail in their own way."""
+    """240 good chats and ten rows that each fail in their own way."""
     good: list[Any] = [chat(f"Question {n} about lamps?", f"Answer {n}.", source=f"s{n % 3}") for n in range(240)]
     bad = [
         "{broken",
@@ -92,6 +92,7 @@ def mixed_rows() -> list[Any]:
         {"conversations": [{"from": "human", "value": None}]},
         {"text": "x"},
         '{"conversations": [{"from": "human", "value": "\\ud800"}]}',
+        '{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "limit": NaN}]}',
     ]
     return good[:100] + bad + good[100:] + [good[5], good[7]]
 
@@ -104,13 +105,14 @@ def test_every_row_is_a_row_out_or_a_counted_and_listed_skip(tmp_path: Path) -> 
     manifest = artifact.manifest()
     kept = sum(len(rows_of(artifact, split)) for split in ("train", "calibration", "evaluation"))
     assert manifest["skipped"] == {
-        "bad_json": 1, "bad_unicode": 1, "duplicate": 2, "empty": 1, "no_user": 2, "not_a_row": 1, "null_content": 1,
+        "bad_json": 1, "bad_unicode": 1, "duplicate": 2, "empty": 1, "no_user": 2, "not_a_row": 1, "not_json": 1,
+        "null_content": 1,
         "unknown_role:my-model": 1, "unknown_shape": 1,
     }  # fmt: skip
     assert manifest["rows"]["in"] == len(mixed_rows()) == kept + sum(manifest["skipped"].values())
     places = {(entry["line"], entry["reason"]) for entry in listing_of(artifact)}
     assert (101, "bad_json") in places
-    assert (250, "duplicate") in places
+    assert (251, "duplicate") in places
     assert len(places) == sum(manifest["skipped"].values())
     assert {"report.json", "skipped.jsonl"} <= set(tracker.files)
     assert not (artifact.path / "parts").exists()
