@@ -146,7 +146,8 @@ class Delivery(threading.Thread):
         owner = {"dspark.owner": record.owner()}
         query = f"tags.`dspark.owner` = '{owner['dspark.owner']}'"
         if not self._client.search_runs([experiment], query, max_results=1):
-            self._client.create_run(experiment, tags={**owner, **tags}, run_name=name)
+            began = self.journal.read(0)[0][0]["t"]  # not now: the journal may be older than the connection
+            self._client.create_run(experiment, began, {**owner, **tags}, name)
         first, *others = self._client.search_runs([experiment], query, order_by=["attributes.start_time ASC"])
         for other in others:
             self._client.delete_run(other.info.run_id)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from pipeline.chain import STAGES
+from tests.slurm.cluster import ENDED, Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -22,6 +23,7 @@ SMALL = [
     "calibrate.num_prompts=8", "calibrate.max_new_tokens=8", "evaluate.num_prompts=4", "evaluate.max_new_tokens=8",
     "evaluate.bootstrap=50", "profile.max_batch_tokens=8", "profile.repeats=1",
 ]  # fmt: skip
+WIDE = ["launch.nodes=2", "launch.array_tasks=2", "launch.gres=gpu:1"]
 
 
 class Site:
@@ -55,8 +57,9 @@ def site(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 def steps_of(folder: Path) -> list[int]:
+    """Optimizer steps in the order they were logged; validation has rows of its own."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["step"] for row in rows]
+    return [row["step"] for row in rows if row["split"] == "train"]
 
 
 @pytest.mark.parametrize("script", ["stage.sbatch", "shards.sbatch"])
@@ -64,34 +67,36 @@ def test_sbatch_accepts_the_scripts(cluster: Cluster, script: str) -> None:
     cluster.run("sbatch", "--test-only", "--gres=gpu:2", str(ROOT / "slurm" / script), "train")
 
 
-def test_submit_runs_the_whole_chain_on_two_nodes(site: Site) -> None:
-    settings = ["launch.nodes=2", "launch.array_tasks=2", "launch.gres=gpu:1"]
-    jobs = site.submit(*settings)
-    assert list(jobs) == sorted(
-        ["data", "answers", "tokens", "targets", "train", "calibrate", "profile", "evaluate", "export"]
-    )
+@pytest.fixture(scope="module")
+def chain(site: Site) -> dict[str, Any]:
+    """The whole chain, submitted and ended, on which the other tests build. Stage -> its job."""
+    jobs = site.submit(*WIDE)
     site.cluster.wait(jobs["export"]["job_id"], 900)
-    ends = {stage: site.cluster.states(job["job_id"]) for stage, job in jobs.items()}
-    logs = {path.name: path.read_text()[-2000:] for path in (site.work_dir / "runs/debug/slurm").glob("*.out")}
-    assert {state for states in ends.values() for state in states} == {"COMPLETED"}, logs
+    return jobs
+
+
+def test_submit_runs_the_whole_chain_on_two_nodes(site: Site, chain: dict[str, Any]) -> None:
+    assert sorted(chain) == sorted(STAGES)
+    folder = site.work_dir / "runs" / "debug" / "slurm"
+    logs = {path.name: path.read_text()[-2000:] for path in folder.glob("*.out")}
+    ends = {state for job in chain.values() for state in site.cluster.states(job["job_id"])}
+    assert ends == {"COMPLETED"}, logs
     assert {row["state"] for row in site.status().values()} == {"done"}
-    assert (
-        "2 rank(s)" in (site.work_dir / "runs/debug/slurm" / f"debug-train-{jobs['train']['job_id']}.out").read_text()
-    )
-    assert site.submit(*settings) == jobs  # all done: nothing new
+    assert "2 rank(s)" in (folder / f"debug-train-{chain['train']['job_id']}.out").read_text()
+    assert site.submit(*WIDE) == chain  # all done: nothing new
 
 
-def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site) -> None:
+def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site, chain: dict[str, Any]) -> None:
     overrides = ["train.steps=150", "train.save_every=10", "train.learning_rate=1e-3"]
     train = ["train", *site.words(*overrides)]
     job = site.sbatch("--nodes=2", "--job-name=long", "--signal=B:USR1@60", str(ROOT / "slurm/stage.sbatch"), *train)
     folder = Path(site.status(*overrides)["train"]["path"])
-    cluster = site.cluster
+    cluster, log = site.cluster, site.work_dir / f"long-{job}.out"
 
     def at_step(step: int, restarts: int) -> None:
         def reached() -> bool:
             facts = cluster.facts(job)
-            assert facts["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), facts
+            assert facts["JobState"] not in ENDED, log.read_text()[-3000:]
             return (
                 facts["Restarts"] == str(restarts)
                 and (folder / "metrics.jsonl").exists()
@@ -110,18 +115,18 @@ def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site)
     cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     cluster.start_node("node2")
     cluster.run("scontrol", "update", "nodename=node2", "state=resume")
-    assert cluster.wait(job, 400) == ["COMPLETED"]
+    assert cluster.wait(job, 400) == ["COMPLETED"], log.read_text()[-3000:]
     assert cluster.facts(job)["Restarts"] == "3"
     assert steps_of(folder) == list(range(1, 151))
     assert json.loads((folder / "manifest.json").read_text())["stage"] == "train"
-    log = (site.work_dir / f"long-{job}.out").read_text()
-    assert [f"restart {count}:" in log for count in range(4)] == [True] * 4
+    assert [f"restart {count}:" in log.read_text() for count in range(4)] == [True] * 4
 
 
-def test_a_killed_array_task_is_completed_by_the_same_line(site: Site) -> None:
+def test_a_killed_array_task_is_completed_by_the_same_line(site: Site, chain: dict[str, Any]) -> None:
     overrides = ["targets.topk=16"]
     line = ["--array=0-1", "--job-name=again", str(ROOT / "slurm/shards.sbatch"), "targets", *site.words(*overrides)]
     job = site.sbatch(*line)
+    site.cluster.until(lambda: site.cluster.states(job) == ["RUNNING", "RUNNING"], 60, "two running tasks")
     site.cluster.run("scancel", f"{job}_1")
     assert sorted(site.cluster.wait(job, 300)) == ["CANCELLED", "COMPLETED"]
     folder = Path(site.status(*overrides)["targets"]["path"])

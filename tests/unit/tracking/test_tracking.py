@@ -295,7 +295,7 @@ def test_absent_server_costs_a_warning_and_reuse_sends_the_rest(
     note_reuse(config, "train", artifact, inputs={})
     (run,) = runs(config)
     assert history(config, run, "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED" and run.info.start_time <= run.info.end_time
 
 
 @pytest.mark.case("TRK-03")
