@@ -38,6 +38,8 @@ def _corpus(config: Config) -> Names:
 
 
 def _teacher(config: Config) -> Names:
+    if config.train.published is not None:
+        return ()
     return ("tokens",) if config.targets.mode == "live" else ("targets",)
 
 
@@ -58,6 +60,20 @@ def _live(config: Config) -> dict[str, Any]:
     if config.targets.mode != "live":
         return {}
     return {"live": {"layers": config.targets.layers, "dtype": config.targets.dtype}}
+
+
+def _checkpoints(config: Config) -> dict[str, Any]:
+    """Content of the checkpoints training starts from or stands back for: the same path may hold another one later."""
+    found: dict[str, Any] = {}
+    for key in ("init_from", "published"):
+        path = getattr(config.train, key)
+        if path is not None:
+            folder, hashes = Path(path), Hashes(config.work_dir)
+            files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("draft.json")])
+            if not files:
+                raise ConfigError(f"train.{key}: {path}: no such checkpoint folder (config.json or draft.json)")
+            found[key] = {file.name: hashes.file(file) for file in files}
+    return found
 
 
 def _prompt_files(config: Config) -> dict[str, Any]:
@@ -82,7 +98,14 @@ STAGES: dict[str, Stage] = {
         ),
         Stage("tokens", ("tokens", "template"), _corpus, True, "shards", also=_template_file),
         Stage("targets", ("targets",), lambda config: ("tokens",), True, "shards"),
-        Stage("train", ("draft", "train", "seed"), _teacher, True, "all", also=_live),
+        Stage(
+            "train",
+            ("draft", "train", "seed"),
+            _teacher,
+            True,
+            "all",
+            also=lambda config: {**_live(config), **_checkpoints(config)},
+        ),
         Stage(
             "calibrate",
             ("calibrate", "template", "seed"),
@@ -110,6 +133,8 @@ def active(config: Config) -> list[str]:
         off.add("answers")
     if config.targets.mode == "live":
         off.add("targets")
+    if config.train.published is not None:
+        off |= {"answers", "tokens", "targets"}
     return [name for name in STAGES if name not in off]
 
 

@@ -28,6 +28,8 @@ def check(config: Config) -> None:
         )
     else:
         facts = TargetFacts.read(config)
+    if config.train.published is not None:
+        return  # the checkpoint says what the drafter is; `draft` and `targets` have no part in it
     problems = [*_layers(config, facts), *_mask_token(config, facts), *_vocabulary(config, facts)]
     if problems:
         raise ConfigError(problems)

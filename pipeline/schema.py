@@ -248,6 +248,7 @@ class Train(Section):
     validation_fraction: Fraction = result(0.02, "share of training rows held out for the training curves")
     init_from: str | None = result(None, "weights of a published or own checkpoint to start from")
     continue_from: str | None = result(None, "fingerprint or path of a finished run to extend")
+    published: str | None = result(None, "take this published or own checkpoint as it is; nothing is trained")
     validate_every: Count = execution(500, "steps")
     save_every: Count = execution(500, "steps")
     keep_checkpoints: Count = execution(2, "older ones are removed")
@@ -266,6 +267,8 @@ class Train(Section):
     def _some_loss(self) -> Train:
         if self.ce_weight == 0 and self.tv_weight == 0:
             raise ValueError("ce_weight and tv_weight are both 0: nothing would be learned")
+        if self.published is not None and (self.init_from is not None or self.continue_from is not None):
+            raise ValueError("published trains nothing: init_from and continue_from have no effect beside it")
         return self
 
 

@@ -16,7 +16,8 @@ import torch
 
 from pipeline.chain import StageContext
 from pipeline.distributed import Ranks, started
-from pipeline.progress import progress, say
+from pipeline.progress import progress, rank, say
+from pipeline.training.adopt import adopt
 from pipeline.training.lease import lease
 from pipeline.training.loop import train
 from pipeline.training.session import Session
@@ -28,6 +29,10 @@ def run(context: StageContext) -> None:
     Raises Stopped after a save when asked to stop, DataError for losses that are not finite or nothing to train on,
     ArtifactError when another run holds the artifact or a checkpoint does not fit.
     """
+    if context.config.train.published is not None:
+        if rank() == 0:
+            adopt(context)
+        return
     with started(context.config.train) as ranks, ExitStack() as stack:
         if ranks.rank == 0:
             stack.enter_context(lease(context.artifact.path / "lease.json"))

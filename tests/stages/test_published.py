@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 import torch
 
 from pipeline.artifact import read_json
+from pipeline.config import Config
 from pipeline.decoding.report import without_timings
-from pipeline.draft.io import load_drafter
-from pipeline.frozen import load_frozen, text_config
+from pipeline.draft.build import build_drafter
+from pipeline.draft.io import load_drafter, save_drafter
+from pipeline.errors import ConfigError
+from pipeline.frozen import load_frozen
 from pipeline.layouts import files, sidefiles
 from pipeline.layouts.config_json import Origin
 from pipeline.layouts.load import load_published
 from pipeline.layouts.publish import Options, publish
-from pipeline.stages import calibrate, evaluate
+from pipeline.stages import calibrate, evaluate, train
 from tests.stages import whole_chain
 from tests.stages.prepared import context_of, prepare
 
@@ -61,29 +65,58 @@ def test_last_step_is_kept_whatever_the_save_cadence(finished: Path) -> None:
     assert load_drafter(ended[0] / "draft")[1]["steps"] == 7
 
 
-def _evaluated(work_dir: Path, drafter: Any = None) -> tuple[Path, str, Any]:
-    """(folder of the drafter, path of the target, report without timings) of a chain around `drafter`."""
-    config = prepare(work_dir, drafter=drafter)
+def _report(config: Config) -> Any:
+    """The report of a configuration's evaluation, without timings."""
     calibrate.run(context_of(config, "calibrate"))
     context = context_of(config, "evaluate")
     evaluate.run(context)
-    report = without_timings(read_json(context.artifact.path / "report.json"))
-    return context.inputs["train"].path / "draft", context.target_path, report
+    return without_timings(read_json(context.artifact.path / "report.json"))
+
+
+def _published(config: Config, folder: Path) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"published": str(folder)})})
 
 
 def test_export_import_evaluate_gives_the_same_report(tmp_path: Path) -> None:
-    """Out in float32 and back: same drafts, so every count, curve and accepted length of the report is the same."""
-    folder, target, before = _evaluated(tmp_path / "trained")
-    drafter, _ = load_drafter(folder)
-    options = Options(dtype="float32")
+    """Out in float32 and back through `train.published`: same drafts, so the whole report is the same."""
+    config = prepare(tmp_path / "work")
+    before = _report(config)
+    trained = context_of(config, "train")
+    drafter, meta = load_drafter(trained.artifact.path / "draft")
+    target = trained.target_path
     publish(
-        tmp_path / "out",
-        drafter,
-        layout="speculators",
-        frozen=load_frozen(target),
-        origin=Origin(target),
-        options=options,
-    )
-    loaded, _ = load_published(tmp_path / "out", target=text_config(target).to_dict())
-    _, _, after = _evaluated(tmp_path / "imported", loaded)
+        tmp_path / "out", drafter, layout="speculators", frozen=load_frozen(target), origin=Origin(target, meta=meta),
+        options=Options(dtype="float32"),
+    )  # fmt: skip
+    imported = _published(config, tmp_path / "out")
+    context = context_of(imported, "train")
+    assert context.inputs == {} and "tokens" not in context.chain
+    train.run(context)
+    assert load_drafter(context.artifact.path / "draft")[0].config == drafter.config
+    assert context.artifact.manifest()["published"] == str(tmp_path / "out")
+    after = _report(imported)
     assert after == before and before["records"][0]["num_rounds"] > 0
+
+
+def test_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
+    config = prepare(tmp_path / "work")
+    trained = context_of(config, "train")
+    drafter, _ = load_drafter(trained.artifact.path / "draft")
+    other = tmp_path / "other"
+    other.mkdir()
+    save_drafter(other, build_drafter(replace(drafter.config, target_vocab_size=310), seed=0), {})
+    with pytest.raises(ConfigError, match="target_vocab_size is 310, the target has 300"):
+        train.run(context_of(_published(config, other), "train"))
+    with pytest.raises(ConfigError, match="no such checkpoint folder"):
+        context_of(_published(config, tmp_path / "nowhere"), "train")
+
+
+def test_another_checkpoint_under_the_same_path_is_another_artifact(tmp_path: Path) -> None:
+    config = _published(prepare(tmp_path / "work"), tmp_path / "given")
+    drafter, _ = load_drafter(context_of(prepare(tmp_path / "work"), "train").artifact.path / "draft")
+    (tmp_path / "given").mkdir()
+    found = []
+    for seed in (1, 2):
+        save_drafter(tmp_path / "given", build_drafter(drafter.config, seed=seed), {})
+        found.append(context_of(config, "train").artifact.fingerprint)
+    assert found[0] != found[1]
