@@ -135,6 +135,8 @@ def active(config: Config) -> list[str]:
         off.add("targets")
     if config.train.published is not None:
         off |= {"answers", "tokens", "targets"}
+    if not config.export.layouts:
+        off.add("export")
     return [name for name in STAGES if name not in off]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline import engines
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.identity import target_json
@@ -33,6 +34,21 @@ def check(config: Config) -> None:
     problems = [*_layers(config, facts), *_mask_token(config, facts), *_vocabulary(config, facts)]
     if problems:
         raise ConfigError(problems)
+
+
+def check_export(config: Config) -> None:
+    """Raises ConfigError for a layout that cannot carry the drafter and for an engine that could not serve it."""
+    if config.train.published is not None:
+        return
+    model = {} if config.target.tiny is not None else target_json(config, "config.json")
+    text = model.get("text_config") or model
+    problems = engines.early_refusals(
+        config,
+        target_type=str(text.get("model_type", "qwen3")),
+        activation=str(text.get("hidden_activation") or text.get("hidden_act") or "silu"),
+    )
+    if problems:
+        raise ConfigError([f"{problem} (export.layouts: [] exports nothing)" for problem in problems])
 
 
 TINY_SPARE_ROWS = 8

@@ -34,6 +34,8 @@ def prepare(config: Config) -> dict[str, Artifact]:
 def run_chain(config: Config, stages: Sequence[str] | None = None) -> dict[str, Artifact]:
     """Run the given stages (default: all active ones) in order. Finished ones are skipped."""
     artifacts = prepare(config)
+    if "export" in (stages or artifacts):
+        preflight.check_export(config)
     for name in stages or list(artifacts):
         if name not in artifacts:
             raise DsparkError(f"stage {name} is off in this configuration (active: {', '.join(artifacts)})")

@@ -314,7 +314,7 @@ class Evaluate(Section):
 
 class Export(Section):
     layouts: tuple[Literal["deepspec", "speculators", "specforge", "dflash", "eagle3", "mtp"], ...] = result(
-        ("deepspec",), "published layouts to write", min_length=1
+        ("deepspec",), "published layouts to write; none switches the stage off"
     )
     engines: tuple[Literal["vllm", "sglang", "llama.cpp", "deepspec", "speculators", "specforge"], ...] = result(
         (), "engines one of the layouts must be servable by; refused before anything is written otherwise"

@@ -6,8 +6,11 @@ import dataclasses
 
 import pytest
 
-from pipeline import engines
+from pipeline import engines, preflight
+from pipeline.chain import active
+from pipeline.config import load
 from pipeline.engines import Facts
+from pipeline.errors import ConfigError
 
 DSPARK = Facts(kind="dspark", layout="next_token", markov="vanilla", vocabulary=False)
 FILL_IN = Facts(kind="dflash", layout="fill_in", markov="none", vocabulary=False)
@@ -56,3 +59,22 @@ def test_next_token_dflash_is_not_the_dflash_layout() -> None:
     """S1: relabelled, it would serve at about one token a step without a word."""
     reason = engines.layout_problem("dflash", dataclasses.replace(DSPARK, kind="dflash", markov="none"))
     assert reason is not None and "zero head" in reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["draft.vocabulary=256", "export.layouts=[specforge]"], "Layouts that can: deepspec, speculators"),
+        (["draft.markov=rnn", "export.engines=[vllm]", "draft.vocabulary=null"], "Engines that can: sglang"),
+        (["draft.activation=gelu", "export.engines=[vllm]"], "silu only"),
+    ],
+)
+def test_an_impossible_export_is_refused_before_the_chain_starts(overrides: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        preflight.check_export(load("configs/debug.yaml", overrides))
+
+
+def test_export_can_be_switched_off_and_is_only_checked_where_it_runs() -> None:
+    config = load("configs/debug.yaml", ["export.layouts=[]", "draft.vocabulary=256"])
+    assert "export" not in active(config)
+    preflight.check_export(config)
