@@ -76,6 +76,9 @@ class Ranks:
         """Wrap module and optimizer. Load weights before; moments go in afterwards (`training.checkpoint`)."""
         if self.engine == "zero3":
             _whole_in_forward(objective)
+        if self.engine == "fsdp2":
+            units: tuple[str, ...] = getattr(objective.drafter, "shard_units", ())
+            self.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(units)
         module, wrapped = self.accelerator.prepare(objective, optimizer)
         return Engine(self, module, wrapped, objective)
 
@@ -117,8 +120,9 @@ class Engine:
         """After forwards without a backward: FSDP2 leaves the outermost weights whole there, waiting for one."""
         if self.ranks.engine == "fsdp2":
             for module in self.module.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()
+                reshard = getattr(module, "reshard", None)
+                if callable(reshard):
+                    reshard()
 
     def update(self, learning_rate: float) -> float:
         """Clip by the global norm, take the optimizer step, clear the gradients; returns the norm before clipping."""
@@ -193,7 +197,6 @@ def _fsdp_plugin() -> Any:
         fsdp_version=2,
         reshard_after_forward=True,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["DraftLayer"],
         mixed_precision_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
         state_dict_type="SHARDED_STATE_DICT",
         cpu_ram_efficient_loading=False,
@@ -237,6 +240,6 @@ def _whole_in_forward(objective: nn.Module) -> None:
     """ZeRO-3 gathers a module's own weights around its forward; W2 is read by the objective, so it is named there."""
     import deepspeed
 
-    weight = objective.drafter.markov_w2  # type: ignore[union-attr]
+    weight = getattr(objective.drafter, "markov_w2", None)
     if weight is not None:
         deepspeed.zero.register_external_parameter(objective, weight)

@@ -122,7 +122,8 @@ class _SlotLoss(torch.autograd.Function):
         vocabulary = problem.draft_head.weight_VD.shape[0]
         for start, end in chunk_bounds(problem.rows_S, problem.chunk, vocabulary):
             sums.add(start, end)
-        ctx.save_for_backward(sums.d_hidden_SD, sums.d_markov_Sr, sums.d_w2_Cr)
+        # Kept on the context rather than saved: they are results of this node, and backward scales them in place.
+        ctx.gradients = (sums.d_hidden_SD, sums.d_markov_Sr, sums.d_w2_Cr)
         weights = problem.weights
         terms = sums.ce_S * weights.ce_S + sums.divergence_S * weights.divergence_S
         outputs = (terms.sum(), sums.ce_S, sums.l1_S, sums.divergence_S, sums.greedy_S)
@@ -131,8 +132,10 @@ class _SlotLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, *_ = grads
-        return *(None if d is None else d * grad.to(d.dtype) for d in ctx.saved_tensors), None
+        found, ctx.gradients = ctx.gradients, ()
+        if not found:
+            raise RuntimeError("the slot loss forms its gradients once: backward cannot run a second time")
+        return *(None if d is None else d.mul_(grads[0].to(d.dtype)) for d in found), None
 
 
 class _Accumulator:
@@ -228,4 +231,5 @@ def _kl(p_cC: Tensor, difference_cC: Tensor, z_cC: Tensor, lse_c1: Tensor, outsi
     """KL(p_t || p_d) of a chunk, p_t renormalised over the draft vocabulary (p_d is zero outside it)."""
     target_cC = (p_cC - difference_cC).clamp_(min=0).div_((1 - outside_c)[:, None])
     cross_c = lse_c1.squeeze(1) - torch.linalg.vecdot(target_cC, z_cC)
-    return torch.xlogy(target_cC, target_cC).sum(1) + cross_c
+    own_c: Tensor = torch.xlogy(target_cC, target_cC).sum(1)
+    return own_c.add_(cross_c)

@@ -132,12 +132,12 @@ class HiddenTeacher:
         return int(self.hidden_PD.shape[0])
 
     def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
-        logits_PV = head_logits(self.hidden_PD[rows_P], head, dtype)
+        logits_PV = head_logits(self.hidden_PD[rows_P].to(head.weight_VD.dtype), head, dtype)
         return _dense(logits_PV, words)
 
     def argmax(self, head: Head) -> Tensor:
         parts = self.hidden_PD.split(max(1, 2**24 // head.weight_VD.shape[0]))
-        best = [head_logits(part, head, torch.float32).argmax(1) for part in parts]
+        best = [head_logits(part.to(head.weight_VD.dtype), head, torch.float32).argmax(1) for part in parts]
         return torch.cat(best) if best else self.hidden_PD.new_zeros(0, dtype=torch.long)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-Order = Callable[[int], Sequence[int]]  # epoch -> permutation of the rows
+Order = Callable[[int], Any]  # epoch -> permutation of the rows, a sequence or array of int
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Schedule:
     global_batch_size: int
     order: Order
     _epoch: int = field(default=-1, repr=False)
-    _permutation: Sequence[int] = field(default=(), repr=False)
+    _permutation: Any = field(default=(), repr=False)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -34,13 +35,13 @@ class Schedule:
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
 
-    def batch(self, step: int) -> Sequence[int]:
+    def batch(self, step: int) -> list[int]:
         """Rows of step `step`, in order."""
         if self.epoch(step) != self._epoch:
             self._epoch = self.epoch(step)
             self._permutation = self.order(self._epoch)
         first = step % self.steps_per_epoch * self.global_batch_size
-        return self._permutation[first : first + self.global_batch_size]
+        return [int(row) for row in self._permutation[first : first + self.global_batch_size]]
 
 
 def deal(lengths: Sequence[int], *, world: int, budget: int) -> list[list[list[int]]]:

@@ -89,9 +89,9 @@ class Reader:
 
 def best_tokens(sample: Sample, vocab_size: int, head: Head) -> Tensor:
     """The target's most likely next token at every position with a distribution, 0 elsewhere; int64 [T]."""
-    best_T = torch.zeros_like(sample.ids_T, dtype=torch.long)
+    best_T = torch.zeros(sample.ids_T.numel(), dtype=torch.long)
     teacher = join([sample.teacher], vocab_size)
-    best_T[sample.teacher.positions_P.long()] = teacher.argmax(head).to(best_T.device)
+    best_T[sample.teacher.positions_P.cpu().long()] = teacher.argmax(head).cpu()
     return best_T
 
 
@@ -117,7 +117,7 @@ def _step_tasks(
 ) -> Iterator[Task]:
     epoch, batch = schedule.epoch(number), schedule.batch(number)
     bins = deal([reader.rows.lengths[row] for row in batch], world=world, budget=budget)[rank]
-    mine = [[int(batch[index]) for index in indices] for indices in bins]
+    mine = [[batch[index] for index in indices] for indices in bins]
     flat = [row for rows in mine for row in rows]
     yield lambda: (number, epoch, reader.weight_sums(flat, epoch), len(mine))
     for rows in mine:

@@ -40,8 +40,8 @@ class Sums:
 
     @classmethod
     def zero(cls, block_size: int, device: torch.device | str = "cpu") -> Sums:
-        kind = {"dtype": torch.float64, "device": device}
-        return cls(torch.zeros(block_size, len(SLOT_COLUMNS), **kind), torch.zeros(len(TOTALS), **kind))
+        slots_KM = torch.zeros(block_size, len(SLOT_COLUMNS), dtype=torch.float64, device=device)
+        return cls(slots_KM, torch.zeros(len(TOTALS), dtype=torch.float64, device=device))
 
     def plus(self, other: Sums) -> Sums:
         return Sums(self.slots_KM + other.slots_KM, self.totals_N + other.totals_N)

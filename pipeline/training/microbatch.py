@@ -28,9 +28,14 @@ T = TypeVar("T")
 class Sample(Protocol):
     """A decoded row (see `pipeline.shards.record.Sample`)."""
 
-    ids_T: Tensor
-    mask_T: Tensor
-    taps_TLD: Tensor
+    @property
+    def ids_T(self) -> Tensor: ...
+
+    @property
+    def mask_T(self) -> Tensor: ...
+
+    @property
+    def taps_TLD(self) -> Tensor: ...
 
     @property
     def teacher(self) -> Kept: ...
@@ -110,12 +115,9 @@ class MicroBatch:
     def to(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """On `device`, hidden states in the compute dtype; weights and cached log-probabilities stay as they are."""
         moved = _map(self, lambda tensor: tensor.to(device, non_blocking=True))
-        context, teacher = moved.context, moved.teacher
-        taps, last = context.taps_TLD, context.last_hidden_TD
-        context = replace(context, taps_TLD=_cast(taps, dtype), last_hidden_TD=_cast(last, dtype))
-        if isinstance(teacher, HiddenTeacher):
-            teacher = HiddenTeacher(teacher.hidden_PD.to(dtype))
-        return replace(moved, context=context, teacher=teacher)
+        taps, last = moved.context.taps_TLD, moved.context.last_hidden_TD
+        context = replace(moved.context, taps_TLD=_cast(taps, dtype), last_hidden_TD=_cast(last, dtype))
+        return replace(moved, context=context)
 
 
 def pack(plans: Sequence[RowPlan], samples: Sequence[Sample], recipe: Recipe) -> MicroBatch:

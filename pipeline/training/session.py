@@ -17,7 +17,6 @@ from pipeline.draft.interface import Drafter
 from pipeline.draft.io import DESCRIPTION, TENSORS, save_drafter
 from pipeline.frozen import Frozen, load_frozen
 from pipeline.progress import say
-from pipeline.shards.reader import ShardReader
 from pipeline.speculative.weights import describe
 from pipeline.training import setup
 from pipeline.training.batches import Schedule
@@ -31,6 +30,7 @@ from pipeline.training.plots import draw
 from pipeline.training.recorder import Recorder, publish
 from pipeline.training.resume import Point, check_frozen, find
 from pipeline.training.rows import CachedRows, Split
+from pipeline.training.sources import open_source
 from pipeline.training.state import load_moments, load_weights, shapes
 from pipeline.training.terms import Terms
 
@@ -41,9 +41,8 @@ class Session:
 
     context: StageContext
     ranks: Ranks
-    rows: Any
+    rows: CachedRows
     split: Split
-    summary_of_targets: dict[str, Any]
     point: Point
     drafter: Drafter
     frozen: Frozen
@@ -69,10 +68,10 @@ class Session:
         """Read what training needs, check it, and build the drafter as it starts or as it was saved."""
         config = context.config
         dtype = getattr(torch, config.train.precision)
-        reader = ShardReader.open(context.inputs["targets"])
+        reader = open_source(context, ranks.device)
         split = Split(reader.index, config.train.validation_fraction, config.seed)
         setup.check_rows(split, len(reader))
-        rows = CachedRows(reader, dtype)
+        rows = CachedRows(reader, dtype, ranks.device)
         point = find(context.artifact, config)
         frozen = load_frozen(
             str(context.target_path),
@@ -92,7 +91,7 @@ class Session:
             fresh = len(set(words.token_ids.tolist()) - set(token_ids.tolist()))
             notes.append(f"the draft vocabulary is the checkpoint's; {fresh} tokens of today's rows would differ")
         coverage = words.coverage if words is not None else point.fact("coverage")
-        return cls(context, ranks, rows, split, reader.summary, point, drafter, frozen, coverage, notes)
+        return cls(context, ranks, rows, split, point, drafter, frozen, coverage, notes)
 
     def summary(self) -> list[str]:
         """What a person should see before the first step."""

@@ -65,8 +65,9 @@ def draft_vocabulary(
 def make_drafter(context: StageContext, layers: tuple[int, ...], token_ids: Tensor | None) -> tuple[Drafter, list[str]]:
     """The drafter as it starts, on the CPU in fp32, and what is worth saying about that start."""
     config, where = context.config, str(context.target_path)
-    options = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
-    target = text_config(where, **options).to_dict()
+    target = text_config(
+        where, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
+    ).to_dict()
     drafter = build_drafter(
         derive_config(target, config.draft, target_layer_ids=layers), seed=config.seed, token_ids=token_ids
     )

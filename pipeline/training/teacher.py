@@ -14,8 +14,11 @@ from pipeline.speculative.teacher import FullTeacher, HiddenTeacher, Teacher, To
 class Kept(Protocol):
     """What a sample keeps: `kind` and the tensors of that kind, one row per position in `positions_P`."""
 
-    kind: str
-    positions_P: Tensor
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def positions_P(self) -> Tensor: ...
 
 
 def join(kept: Sequence[Kept], vocab_size: int) -> Teacher:
@@ -40,5 +43,5 @@ def _cat(kept: Sequence[Kept], name: str) -> Tensor:
 def rows_of(positions_P: Tensor, length: int) -> Tensor:
     """Teacher row of every position of a sample, -1 where its distribution was not kept; int64 [T]."""
     table_T = torch.full((length,), -1, dtype=torch.long)
-    table_T[positions_P.long()] = torch.arange(positions_P.numel())
+    table_T[positions_P.cpu().long()] = torch.arange(positions_P.numel())
     return table_T

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.training import STEPS, steps
 from tests.ranks import run_ranks
+from tests.unit.training.world import DRAFT
 
 ENGINES = [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("fsdp2", 2)]
 NEEDS = ("accelerate", "deepspeed", "torch._dynamo", "torch.distributed.fsdp")
@@ -53,3 +56,28 @@ def test_a_run_is_handed_from_engine_to_engine(alone, tmp_path: Path) -> None:
     close(lines, alone[0], 1e-4)
     for name, value in alone[1].items():
         assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+FAMILY: dict[str, dict[str, Any]] = {
+    "gated": {"markov": "gated"},
+    "rnn": {"markov": "rnn"},
+    "dflash-fill-in": {"kind": "dflash", "markov": "none", "markov_rank": 0, "layout": "fill_in"},
+    "eagle3": {"kind": "eagle3", "markov": "none", "markov_rank": 0, "mask_token_id": None},
+    "mtp": {"kind": "mtp", "markov": "none", "markov_rank": 0, "mask_token_id": None},
+    "medusa": {"kind": "medusa", "markov": "none", "markov_rank": 0, "mask_token_id": None},
+}
+
+
+def _family(engine: str, folder: str, kind: str) -> Any:
+    return steps(engine, folder, 4, draft=replace(DRAFT, **FAMILY[kind]))
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_every_drafter_trains_alike_where_its_weights_are_spread(kind: str, tmp_path: Path) -> None:
+    """ZeRO-3 and FSDP2 gather weights around the forwards of modules: 4 steps equal those of one rank."""
+    ((alone, weights),) = run_ranks(_family, 1, "single", str(tmp_path / "single"), kind, needs=NEEDS)
+    for engine in ("zero3", "fsdp2"):
+        results = run_ranks(_family, 2, engine, str(tmp_path / engine), kind, needs=NEEDS)
+        close(results[0][0], alone, 1e-4)
+        for name, value in weights.items():
+            assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), (engine, name)
