@@ -20,6 +20,7 @@ TOTALS = (
     "ce",
     "divergence",
     "confidence",
+    "confidence_floor",
     "blocks",
     "tau",
     "tail",
@@ -85,6 +86,7 @@ def measure(batch: MicroBatch, slots: SlotStatistics, weights_S: Tensor) -> Sums
         "ce_weight": (weights_S * known_S).sum(),
         "ce": (weights_S * known_S * slots.ce_S).sum(),
         "divergence": (weights_S * slots.divergence_S).sum(),
+        "confidence_floor": (weights_S * _entropy(accepted_S)).sum(),
         "blocks": whole_A.sum(),
         "tau": (tau_A * whole_A).sum(),
         "tail": tail.sum(),
@@ -98,12 +100,22 @@ def measure(batch: MicroBatch, slots: SlotStatistics, weights_S: Tensor) -> Sums
     return sums
 
 
+def _entropy(chance_S: Tensor) -> Tensor:
+    """-c log c - (1-c) log(1-c): the least a cross-entropy against the soft label c can be."""
+    return -(torch.xlogy(chance_S, chance_S) + torch.xlogy(1 - chance_S, 1 - chance_S))
+
+
 def report(sums: Sums, terms: Terms) -> dict[str, float]:
-    """Reported numbers from reduced sums. Numbers without data are left out, never 0."""
+    """Reported numbers from reduced sums. Numbers without data are left out, never 0.
+
+    `confidence_excess` is the confidence loss above the entropy of its soft labels: what the head can still learn. The
+    loss itself rises while a drafter improves, because labels near 0 become labels in between.
+    """
     totals = dict(zip(TOTALS, sums.totals_N.tolist(), strict=True))
     ce = _ratio(totals["ce"], totals["ce_weight"])
     divergence = _ratio(totals["divergence"], totals["weight"])
     confidence = _ratio(totals["confidence"], totals["weight"])
+    floor = _ratio(totals["confidence_floor"], totals["weight"]) or 0.0
     found: dict[str, float | None] = {
         "loss": terms.ce * (ce or 0.0)
         + terms.divergence * (divergence or 0.0)
@@ -111,6 +123,7 @@ def report(sums: Sums, terms: Terms) -> dict[str, float]:
         "ce": ce,
         terms.kind: None if divergence is None else divergence * (0.5 if terms.kind == "tv" else 1.0),
         "confidence_loss": confidence if terms.confidence else None,
+        "confidence_excess": confidence - floor if terms.confidence and confidence is not None else None,
         "expected_tau": _ratio(totals["tau"], totals["blocks"]),
         "tail_mass": _ratio(totals["tail"], totals["distributions"]),
     }

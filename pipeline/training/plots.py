@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.training.journal import read
 
 PLOTS: dict[str, Sequence[str]] = {
-    "loss": ("loss", "ce", "tv", "kl", "confidence_loss"),
+    "loss": ("loss", "ce", "tv", "kl", "confidence_loss", "confidence_excess"),
     "acceptance": ("acceptance", "greedy", "in_vocabulary"),
     "tau": ("expected_tau",),
     "acceptance_by_slot": tuple(f"acceptance_{slot}" for slot in range(1, 33)),
