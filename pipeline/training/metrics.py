@@ -102,6 +102,7 @@ def measure(batch: MicroBatch, slots: SlotStatistics, weights_S: Tensor) -> Sums
 
 def _entropy(chance_S: Tensor) -> Tensor:
     """-c log c - (1-c) log(1-c): the least a cross-entropy against the soft label c can be."""
+    chance_S = chance_S.clamp(0.0, 1.0)  # rounding leaves some a hair outside, where the logarithm is not a number
     return -(torch.xlogy(chance_S, chance_S) + torch.xlogy(1 - chance_S, 1 - chance_S))
 
 
