@@ -22,8 +22,7 @@ def row(*texts: str, source: str = "s") -> Row:
 
 def leaks(*prompts: str, ngram: int = 13, exempt: tuple[str, ...] = ()) -> Leaks:
     made = Leaks(ngram, frozenset(exempt))
-    for number, prompt in enumerate(prompts):
-        made.add("set", f"p{number}", prompt)
+    made.add_set("set", [(f"p{number}", prompt) for number, prompt in enumerate(prompts)])
     return made
 
 
@@ -45,6 +44,20 @@ def test_a_shared_instruction_or_a_changed_number_is_no_leak() -> None:
     made.check(row(f"Add one and two.\n{NOTE}"))
     changed = QUESTION.replace("twelve", "nine").replace("three", "five").replace("leap", "usual").replace("two", "six")
     made.check(row(changed))
+
+
+def test_an_instruction_of_the_whole_set_hides_no_short_question() -> None:
+    """A question of 16 words under 25 words of instruction would else never reach the share."""
+    subjects = ["hens", "cows", "pigs", "boats", "lamps", "trees", "books", "coins", "shoes", "birds", "kites", "maps"]
+    questions = [
+        f"Tom has twelve {s} and sells {n} of them, so how many {s} has he left?" for n, s in enumerate(subjects)
+    ]
+    made = leaks(*(f"Solve the problem below and show every step of it.\n{question}\n{NOTE}" for question in questions))
+    for number, question in enumerate(questions):
+        with pytest.raises(Skip) as caught:
+            made.check(row(question))
+        assert (caught.value.facts["prompt"], caught.value.facts["overlap"]) == (f"p{number}", 1.0)
+    made.check(row(f"Solve the problem below and show every step of it.\nWho?\n{NOTE}"))
 
 
 def test_short_prompts_must_stand_there_whole_and_very_short_ones_are_counted() -> None:
