@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,13 @@ def random_rows(count: int, vocab_size: int, *, mean: int = 220, longest: int = 
     return rows
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """(wall, CPU over all threads). On a busy machine the CPU figure is the one to trust."""
+    started, cpu = time.perf_counter(), time.process_time()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - cpu
 
 
 def bare(target: Target, rows: Sequence[Any], batches: Sequence[Sequence[int]]) -> None:
@@ -121,16 +123,16 @@ def bench(arguments: argparse.Namespace) -> None:
                 taps=taps, logits=logits, topk=64, positions="supervised", num_taps=len(target.layers),
                 hidden_size=target.hidden_size, vocab_size=target.vocab_size,
             )  # fmt: skip
-            ratios = []
+            ratios: list[tuple[float, float]] = []
             for _ in range(arguments.repeats):
                 plain = seconds(lambda: bare(probe, rows, batches))
-                built = seconds(lambda spec=spec: build(target, spec, rows, Path(scratch), arguments.batch_tokens))
-                ratios.append(plain / built)
-                speed = sum(lengths) / built
+                built = seconds(partial(build, target, spec, rows, Path(scratch), arguments.batch_tokens))
+                ratios.append((plain[0] / built[0], plain[1] / built[1]))
+                speed = sum(lengths) / built[0]
             artifact = build_artifact(spec, Path(scratch))
             size = artifact.manifest()["shards"][0]["bytes"] / sum(lengths)
             say(
-                f"build {taps}+{logits}: {statistics.median(ratios):.3f} x bare forward, {speed:.0f} tok/s, "
+                f"build {taps}+{logits}: {_medians(ratios)} x bare forward (wall, CPU), {speed:.0f} tok/s, "
                 f"{size:.0f} B/token"
             )
             if taps in ("bf16", "int4"):
@@ -144,12 +146,16 @@ def build_artifact(spec: Spec, folder: Path) -> Artifact:
 def _read(artifact: Artifact, repeats: int, taps: str) -> None:
     reader = ShardReader.open(artifact)
     order = [int(number) for number in reader.order(0, 0)]
-    ratios = []
+    ratios: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
         theirs = seconds(lambda: read_webdataset(artifact.path / "train-00000.tar"))
         ours = seconds(lambda: read_ours(reader, order))
-        ratios.append(theirs / ours)
-    say(f"read {taps}: {len(order) / ours:.0f} samples/s, {statistics.median(ratios[1:]):.1f} x webdataset")
+        ratios.append((theirs[0] / ours[0], theirs[1] / ours[1]))
+    say(f"read {taps}: {len(order) / ours[0]:.0f} samples/s, {_medians(ratios[1:])} x webdataset (wall, CPU)")
+
+
+def _medians(ratios: Sequence[tuple[float, float]]) -> str:
+    return ", ".join(f"{statistics.median(column):.3f}" for column in zip(*ratios, strict=True))
 
 
 def main() -> None:
