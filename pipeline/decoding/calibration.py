@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.artifact import read_json
+from pipeline.artifact import atomic_path, read_json
 from pipeline.decoding.playing import Played
 from pipeline.errors import ArtifactError, DataError
 from pipeline.speculative.sts import Fitted, Records, fit, judge
@@ -69,7 +69,7 @@ def join(parts: Sequence[Path], path: Path) -> None:
         prompts += headers[-1].pop("prompts")
     if any(header != headers[0] for header in headers):
         raise ArtifactError(f"{path}: its parts were recorded under different conditions")
-    with path.open("wb") as file:
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
         joined: dict[str, Any] = {
             name: np.concatenate([column[name] for column in columns])
             for name in ("logits", "accepted", "stopped", "prompt")

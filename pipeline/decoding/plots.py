@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifact import atomic_path
+
 
 def _figure(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 2.8) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
@@ -16,8 +18,8 @@ def _figure(columns: int, rows: int = 1, *, width: float = 3.2, height: float = 
 
 def _save(figure: Any, path: Path) -> Path:
     """PNG without the date and version that would make equal figures differ."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png", metadata={"Software": None})
     return path
 
 

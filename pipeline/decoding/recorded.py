@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.artifact import atomic_path
 from pipeline.decoding.calibration import HEADER
 from pipeline.errors import DataError
 
@@ -58,7 +59,7 @@ def import_shards(pattern: str, path: Path, identity: Mapping[str, Any]) -> int:
         names = [f"{names[0]} (first half)", f"{names[0]} (second half)"]
     header = {**HEADER, **identity, "prompts": [[name, "recorded by SGLang", None] for name in names]}
     accepted = torch.cat([part for _, part in shards])
-    with path.open("wb") as file:
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             header=np.array(json.dumps(header, sort_keys=True)),
