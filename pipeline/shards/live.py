@@ -22,8 +22,8 @@ from pipeline.artifact import Artifact
 from pipeline.errors import DataError
 from pipeline.shards.batches import bucket
 from pipeline.shards.builder import Network, TokenRow, padded_ids
+from pipeline.shards.index import index_tokens
 from pipeline.shards.layout import CONVENTION, Spec, kept_positions
-from pipeline.shards.reader import Index
 from pipeline.shards.record import Encoded, Sample, Teacher
 
 _SHARDS_KEPT = 24  # the order moves within 16 shards at a time
@@ -53,23 +53,7 @@ class LiveReader:
         self._files = tuple(str(fact["file"]) for fact in tokens.manifest()["shards"])
         self._shards: OrderedDict[int, list[TokenRow]] = OrderedDict()
         self._lock = threading.RLock()
-        self.index = self._make_index()
-
-    def _make_index(self) -> Index:
-        columns = []
-        for file in self._files:
-            rows = list(self._read(self._tokens.path / file))
-            zeros = [0] * len(rows)
-            facts = {
-                "row": list(range(len(rows))),
-                "offset": zeros,
-                "bytes": zeros,
-                "tokens": [len(row.ids) for row in rows],
-                "supervised": [int(np.count_nonzero(row.mask)) for row in rows],
-                "id": [row.id for row in rows],
-            }
-            columns.append((file, facts))
-        return Index.of(columns)
+        self.index = index_tokens(tokens.path, self._files, read)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -80,7 +64,7 @@ class LiveReader:
 
     def row(self, number: int) -> TokenRow:
         """The token row behind a sample number."""
-        shard = int(np.searchsorted(self.index.first, number, side="right")) - 1
+        shard = self.index.shard_of(number)
         with self._lock:
             rows = self._shards.get(shard)
             if rows is None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,69 +29,13 @@ from pipeline.artifact import Artifact
 from pipeline.errors import ArtifactError
 from pipeline.shards.calibration import RMS_FILE
 from pipeline.shards.check import check_shard
+from pipeline.shards.index import Index
 from pipeline.shards.layout import CONVENTION, Spec
 from pipeline.shards.record import Encoded, Sample, decode_all, unpack
 from pipeline.shards.writer import COLUMNS, key_of
 from pipeline.shards.writer import SUFFIX as _SUFFIX
 
 _OPEN_MAPS = 128
-_WINDOW = 16
-
-
-@dataclass(frozen=True)
-class Index:
-    """All samples of an artifact, shard after shard and by row within a shard (not as they lie in the tar, which
-    depends on how batches were formed). Arrays have one entry per sample unless said otherwise.
-    """
-
-    files: tuple[str, ...]
-    """one per shard"""
-    first: NDArray[np.int64]
-    """number of the first sample of each shard, and the total as last entry"""
-    row: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    bytes: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    supervised: NDArray[np.int64]
-    ids: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return int(self.first[-1])
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[str, dict[str, Any]]]) -> Index:
-        """From (file, index columns) per shard."""
-        counts = [len(columns["row"]) for _, columns in rows]
-        by_row = [np.argsort(np.asarray(columns["row"], dtype=np.int64)) for _, columns in rows]
-        arrays = {
-            name: np.concatenate(
-                [
-                    np.asarray(columns[name], dtype=np.int64)[places]
-                    for (_, columns), places in zip(rows, by_row, strict=True)
-                ]
-                or [np.zeros(0, np.int64)]
-            )
-            for name in ("row", "offset", "bytes", "tokens", "supervised")
-        }
-        ids = tuple(columns["id"][place] for (_, columns), places in zip(rows, by_row, strict=True) for place in places)
-        return cls(tuple(file for file, _ in rows), np.cumsum([0, *counts], dtype=np.int64), ids=ids, **arrays)
-
-    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Permutation of all samples, a pure function of (seed, epoch).
-
-        Shards are shuffled, then samples are shuffled within windows of 16 consecutive shards: while a window is read,
-        only its files are touched, which is what parallel file systems and page caches like.
-        """
-        random = np.random.default_rng([seed, epoch, 0x5A])
-        shards = random.permutation(len(self.files))
-        out = np.empty(len(self), dtype=np.int64)
-        at = 0
-        for start in range(0, len(shards), _WINDOW):
-            window = [np.arange(self.first[s], self.first[s + 1]) for s in shards[start : start + _WINDOW]]
-            mixed = random.permutation(np.concatenate(window))
-            out[at : at + len(mixed)] = mixed
-            at += len(mixed)
-        return out
 
 
 class ShardReader:
@@ -157,14 +100,14 @@ class ShardReader:
         index = self.index
         if not 0 <= number < len(index):
             raise IndexError(f"sample {number} of {len(index)}")
-        shard = int(np.searchsorted(index.first, number, side="right")) - 1
+        shard = index.shard_of(number)
         offset, size = int(index.offset[number]), int(index.bytes[number])
         view = memoryview(self._map(shard))[offset : offset + size]
         return unpack(view, self.spec, where=self.where(number))
 
     def where(self, number: int) -> str:
         """Shard file and member of a sample, for messages."""
-        shard = int(np.searchsorted(self.index.first, number, side="right")) - 1
+        shard = self.index.shard_of(number)
         return (
             f"{self.folder / self.index.files[shard]}: sample {self.index.ids[number]} (row {self.index.row[number]})"
         )

@@ -18,7 +18,8 @@ from safetensors.torch import load as load_safetensors
 from pipeline.artifact import Artifact, sha256_file
 from pipeline.errors import ArtifactError
 from pipeline.shards.check import members
-from pipeline.shards.reader import Index, ShardReader
+from pipeline.shards.index import Index
+from pipeline.shards.reader import ShardReader
 from tests.conftest import Proof
 from tests.unit.shards.cache import Row, artifact_of, build, finish, rows_of, spec_of
 
