@@ -46,6 +46,7 @@ ReturnToService=2
 SlurmctldTimeout=30
 SlurmdTimeout=30
 KillWait=5
+MinJobAge=86400
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
