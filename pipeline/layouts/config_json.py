@@ -23,7 +23,8 @@ class Origin:
     """What config.json says about the run beside the architecture.
 
     `target` is the name or path an engine is told to load, `architectures` the target's; `ends` its bos, eos and pad
-    ids; `meta` our own provenance (template, target identity, fingerprints).
+    ids; `dtype` what the weights are stored in (publishing sets it); `meta` our own provenance (template, target
+    identity, fingerprints).
     """
 
     target: str

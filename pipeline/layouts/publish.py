@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def publish(
         raise ConfigError(problems)
     dtype = DTYPES[options.dtype]
     target_tensors = options.target_tensors or facts.scaled
-    config = write_config(drafter.config, layout, origin)
+    config = write_config(drafter.config, layout, replace(origin, dtype=options.dtype))
     state = to_layout(
         drafter.config, drafter.state_dict(), layout, frozen=frozen, dtype=dtype, target_tensors=target_tensors
     )

@@ -86,7 +86,6 @@ def describe(context: StageContext, frozen: Frozen, meta: dict[str, Any]) -> Ori
         architectures=tuple(getattr(text, "architectures", None) or ()),
         max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or 32768),
         ends=ends,
-        dtype=context.config.export.dtype,
         meta={
             **meta,
             "target_type": text.model_type,

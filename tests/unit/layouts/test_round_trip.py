@@ -46,15 +46,17 @@ def test_comes_back_as_it_was(tmp_path: Path, name: str, layout: str) -> None:
 
 
 @pytest.mark.case("EXP-03")
-@pytest.mark.parametrize(("name", "layout"), ROUTES)
-def test_stored_in_the_stated_dtype(tmp_path: Path, name: str, layout: str) -> None:
-    """EXP-03: bfloat16 in the header of every weight, ids and flags apart, and the size that follows from it."""
-    published(tmp_path / "out", name, layout)
+@pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", "BF16"), ("float32", "F32")])
+@pytest.mark.parametrize(("name", "layout"), [("reduced", "speculators"), ("dspark", "deepspec"), ("mtp", "mtp")])
+def test_stored_in_the_stated_dtype(tmp_path: Path, name: str, layout: str, dtype: str, stored: str) -> None:
+    """EXP-03: the dtype config.json states is the one in the header of every weight, ids and flags apart."""
+    published(tmp_path / "out", name, layout, dtype=dtype)
     header = files.read_header(tmp_path / "out" / files.WEIGHTS)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    assert config["dtype"] == config.get("torch_dtype", dtype) == dtype
+    assert config.get("transformer_layer_config", config)["dtype"] == dtype
     kinds = {tensor: kind for tensor, (kind, _) in header.items()}
-    assert {tensor for tensor, kind in kinds.items() if kind != "BF16"} <= {"d2t", "t2d"}
+    assert {tensor for tensor, kind in kinds.items() if kind != stored} <= {"d2t", "t2d"}
     if "d2t" in kinds:
         assert kinds["d2t"] == "I64" and kinds.get("t2d", "BOOL") == "BOOL"
 
