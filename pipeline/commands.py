@@ -63,6 +63,12 @@ OTHER_COMMANDS = {
             ("--json", "print as JSON"),
         ),
     ),
+    "generate": Command(
+        "answer one question with the trained drafter, accepted tokens marked",
+        'dspark generate "Count from 3 to 8." -c configs/debug.yaml',
+        "pipeline.decoding.generate:generate",
+        (("text", "the question"), ("--temperature=T", "default 0"), ("--max-new-tokens=N", "default as in evaluate")),
+    ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
         "dspark status -c configs/debug.yaml",
