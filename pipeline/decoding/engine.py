@@ -57,6 +57,8 @@ class Generation:
 
 @dataclass
 class _Row:
+    """A prompt's progress. `anchor` is its last token, at `position`, not yet in the cache."""
+
     index: int
     prompt: Sequence[int]
     limit: int
@@ -126,6 +128,7 @@ class _Batch:
             )
 
     def run(self) -> None:
+        """Decode until queue and slots are empty."""
         while self.queue or any(self.active):
             self._fill()
             self._close_gaps()

@@ -36,6 +36,7 @@ class Trace:
 
     @classmethod
     def of(cls, records: Records, prompt_N: Tensor, temperatures: Sequence[float] | None) -> Trace:
+        """A trace of recorded rounds; `temperatures` are the STS ones [K], None for raw confidences."""
         scale = 1.0 if temperatures is None else torch.tensor(list(temperatures))
         confidence = scaled(records.logits_NK.float(), scale)
         return cls(confidence, records.accepted_N.long(), records.stopped_N, prompt_N)

@@ -26,9 +26,11 @@ class Difference:
 
     @property
     def tie(self) -> bool:
+        """Whether rounding alone may have decided the token."""
         return self.gap < NEAR_TIE
 
     def plain(self) -> dict[str, Any]:
+        """Ready for JSON."""
         return {**asdict(self), "near_tie": self.tie}
 
 

@@ -33,15 +33,18 @@ _CURVES = (
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where there is no data."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
 def tau_text(record: dict[str, Any]) -> str:
+    """tau with its interval."""
     interval = record["tau_interval"]
     return number(record["tau"]) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 

@@ -23,6 +23,7 @@ class Calibrated:
     temperatures_K: Tensor | None = None
 
     def lengths(self, confidence_BK: Tensor | None, rows: int, block_size: int, device: torch.device) -> Tensor:
+        """The scheduler's lengths for this round."""
         if confidence_BK is None:  # policies that read none still need its shape
             confidence_BK = torch.zeros(rows, block_size, device=device)
         scale = 1.0 if self.temperatures_K is None else self.temperatures_K.to(confidence_BK.device)

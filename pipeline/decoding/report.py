@@ -6,7 +6,6 @@ the work. Numerators and denominators are summed over all lines; nothing is a me
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +193,3 @@ def without_timings(report: dict[str, Any]) -> dict[str, Any]:
     """The part of a report that fixed seeds determine."""
     records = [{key: value for key, value in record.items() if key not in TIMINGS} for record in report["records"]]
     return {**report, "records": records}
-
-
-def bootstrap_seed(seed: int, name: str) -> int:
-    return (seed << 32) ^ zlib.crc32(name.encode())

@@ -24,13 +24,15 @@ from pipeline.speculative.verify import Drafted, Law, draw, verify
 class Policy(Protocol):
     """How many drafted tokens of each row are verified: logits_BK of the confidence head (or None) -> lengths_B."""
 
-    def lengths(self, confidence_BK: Tensor | None, rows: int, block_size: int, device: torch.device) -> Tensor: ...
+    def lengths(self, confidence_BK: Tensor | None, rows: int, block_size: int, device: torch.device) -> Tensor:
+        """Verify lengths [rows], each in [0, block_size]; called once per round, in order."""
 
 
 class FullBlock:
     """Verify everything that was drafted."""
 
     def lengths(self, confidence_BK: Tensor | None, rows: int, block_size: int, device: torch.device) -> Tensor:
+        """The block size for every row."""
         return torch.full((rows,), block_size, dtype=torch.long, device=device)
 
 
@@ -44,6 +46,7 @@ class Clock:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Add the seconds of a with-block to `name`."""
         started = self._now()
         yield
         self.seconds[name] += self._now() - started
@@ -103,6 +106,7 @@ class Engine:
 
     @property
     def block_size(self) -> int:
+        """K; 0 without a drafter."""
         return 0 if self.drafter is None else int(self.drafter.config.block_size)
 
     def play(self, rows: Rows) -> Outcome:

@@ -36,6 +36,7 @@ def grid(kind: str, largest: int) -> list[int]:
 
 
 def rows_of(tokens: int) -> int:
+    """Rows a measured forward of so many tokens is spread over."""
     return -(-tokens // ROW_TOKENS)
 
 

@@ -35,6 +35,7 @@ class Rounds:
         return cls(request, scheduled, accepted, bonus, len(rows))
 
     def per_request(self, values_N: Tensor) -> Tensor:
+        """Sums [requests] (fp64) of a value per round."""
         return torch.zeros(self.requests, dtype=torch.float64).index_add_(0, self.request_N, values_N.double())
 
     def excluded_NK(self, block_size: int) -> Tensor:

@@ -46,6 +46,7 @@ class SpsTable:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> SpsTable:
+        """From the content of an `sps.json`."""
         return cls.of(data["sample_batch_tokens"], data["sample_steps_per_sec"])
 
     def __call__(self, tokens: Tensor) -> Tensor:

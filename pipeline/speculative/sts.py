@@ -40,12 +40,14 @@ class Records:
 
     @property
     def block_size(self) -> int:
+        """K."""
         return self.logits_NK.shape[1]
 
     def __len__(self) -> int:
         return self.logits_NK.shape[0]
 
     def take(self, index: Tensor) -> Records:
+        """The records an index or a mask selects."""
         return Records(self.logits_NK[index], self.accepted_N[index], self.stopped_N[index])
 
     def counts(self, slot: int) -> Tensor:
@@ -54,6 +56,7 @@ class Records:
 
 
 def grid(device: torch.device | None = None) -> Tensor:
+    """Candidate temperatures, rising."""
     return torch.logspace(-1.0, 1.0, GRID_POINTS, dtype=torch.float64, device=device)
 
 

@@ -24,6 +24,7 @@ class Law:
 
     @property
     def greedy(self) -> bool:
+        """Whether both laws are one-hot."""
         return self.temperature == 0.0
 
     def probs(self, logits_NV: Tensor) -> Tensor:

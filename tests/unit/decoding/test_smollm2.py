@@ -6,7 +6,6 @@ that depends on the position, so blocks of a batch end everywhere.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
