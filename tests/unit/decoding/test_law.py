@@ -101,6 +101,7 @@ def law_of(policy, rows, *, law=PLAIN, warm_up=0, draft=None, vocabulary=None):
     return p_values(anchors, pairs, law.probs(target).double())
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("name", "options", "warm_up"),
     [
@@ -121,11 +122,13 @@ def test_s21_s27_every_lossless_policy_keeps_the_targets_law(proof, name, option
     assert min(found) > 1e-3
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("law", [Law(0.7), Law(1.0, top_p=0.8), Law(1.0, top_k=3), Law(1.3, top_p=0.9, top_k=5)])
 def test_s20_temperature_top_p_and_top_k_keep_their_own_law(proof, law):
     assert min(law_of(FullBlock(), proof.size(50_000, 1_000_000), law=law)) > 1e-3
 
 
+@pytest.mark.prove
 def test_s30_a_draft_vocabulary_keeps_the_targets_law(proof):
     vocabulary = torch.tensor([0, 2, 3, 6])
     found = law_of(FullBlock(), proof.size(50_000, 1_000_000), draft=chain(3)[:, :4], vocabulary=vocabulary)

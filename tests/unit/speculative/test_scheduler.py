@@ -59,6 +59,7 @@ def test_s26_reference_cases(sps, lengths, best):
     assert brute(survival_RK, sps) == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.prove
 def test_s26_early_stop_reaches_brute_force_where_the_greedy_path_has_one_peak(proof):
     """Random confidences and falling speed curves, kept where expected throughput rises and then falls."""
     generator = torch.Generator().manual_seed(0)
@@ -96,6 +97,7 @@ def test_s26_candidates_without_survival_are_never_admitted():
     assert early_stop(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), power(0.0, 10.0)).tolist() == [0, 1]
 
 
+@pytest.mark.prove
 def test_s26_is_fast_enough_for_every_step(proof):
     survival_RK = survival(torch.rand(256, 7, generator=torch.Generator().manual_seed(0)) * 0.5 + 0.5)
     sps, calls = power(0.5, largest=2048), 50

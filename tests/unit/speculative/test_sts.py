@@ -36,6 +36,7 @@ def test_s24_slot_one_is_recovered_from_five_thousand_records():
     assert steps_off(fitted.temperatures[:1], [2.0])[0] <= 2.001
 
 
+@pytest.mark.prove
 @pytest.mark.case("CAL-01")
 def test_s24_every_slot_is_recovered_and_fitting_is_fast(proof):
     """10^6 blocks x 7 slots under `make prove` (under 10 s); a fifth of them here, where slots are noisier."""
