@@ -32,7 +32,7 @@ def adopt(context: StageContext) -> None:
     """
     config, artifact = context.config, context.artifact
     source = Path(str(config.train.published))
-    options = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
+    options: dict[str, Any] = {"revision": config.target.revision, "trust_remote_code": config.target.trust_remote_code}
     target: dict[str, Any] = text_config(str(context.target_path), **options).to_dict()
     drafter, known = load_any(source, target=target)
     if problems := unfit(drafter.config, target):
