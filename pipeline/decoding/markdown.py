@@ -16,6 +16,7 @@ def page(report: dict[str, Any], lab: dict[str, Any]) -> str:
         f"{', SPS ' + report['sps_source'] if report.get('sps_source') else ''}, compute dtype {report['dtype']}.",
         _results(records),
         *(_curve(records, name, title, block_size) for name, title in _CURVES),
+        _time(records),
         _endings(records),
         _lossless(records),
         _lab(lab),
@@ -93,6 +94,23 @@ def _endings(records: Sequence[dict[str, Any]]) -> str:
     return "## How generations ended\n\n" + table(["prompts", "T", "drafter", "n", "stop", "cut", "error"], rows)
 
 
+def _time(records: Sequence[dict[str, Any]]) -> str:
+    """Where the rounds' wall clock goes, and the latency the parts predict beside the measured one."""
+    rows = []
+    for record in records:
+        seconds = record.get("seconds")
+        if seconds is None or record.get("latency_seconds") is None:
+            continue
+        measured, predicted = record["latency_seconds"], record["latency_from_parts_seconds"]
+        rows.append([
+            *_who(record), *(number(seconds.get(part), 1) for part in _PARTS),
+            number(1e3 * measured, 1), number(1e3 * predicted, 1), number(100 * record["overhead_share"], 1),
+        ])  # fmt: skip
+    header = ["prompts", "T", "drafter", *(f"{part} s" for part in _PARTS), "ms per token", "from parts", "overhead %"]
+    return "## Where the time goes\n\n" + table(header, rows) if rows else ""
+
+
+_PARTS = ("prefill", "draft", "schedule", "verify", "sample", "bookkeeping")
 _ENDS = ("stop", "truncated", "error")
 
 

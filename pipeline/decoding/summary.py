@@ -18,6 +18,9 @@ from pipeline.draft.config import DraftConfig
 from pipeline.progress import say
 
 
+_NEAR_TIES_EXPECTED = 0.01  # S22
+
+
 def gather(artifact: Artifact, units: Sequence[Unit]) -> list[Group]:
     """Lines and facts of all units, by prompt set and temperature."""
     groups = []
@@ -83,7 +86,14 @@ def tell(report: dict[str, Any], lab: dict[str, Any]) -> None:
             + (f", {speed:.1f} tokens/s" if speed else "")
             + (f" against {vanilla:.1f} without" if vanilla else "")
         )
-        for fault in record.get("lossless", {}).get("faults", ()):
+        found = record.get("lossless", {"compared": 0, "near_ties": (), "faults": ()})
+        if len(found["near_ties"]) > max(1, _NEAR_TIES_EXPECTED * found["compared"]):
+            say(
+                f"evaluate {record['prompts']}: {len(found['near_ties'])} of {found['compared']} greedy outputs part at "
+                "a near-tie; more than 1 % hints at a numerical fault (bf16 parts more often: use float32)",
+                warning=True,
+            )
+        for fault in found["faults"]:
             say(f"evaluate: greedy output of {fault['id']} differs from the target's own: {fault}", warning=True)
     for name, section in lab["temperatures"].items():
         for text in section["shortfalls"]:

@@ -42,7 +42,7 @@ def run(context: StageContext) -> None:
     if len(prompts) < 2:
         raise DataError("calibrate: the calibration split is empty; raise data.calibration_fraction")
     units = _units(context, prompts)
-    mine = artifact.missing(share(list(units)))
+    mine = artifact.missing(list(units) if config.target.tensor_parallel else share(list(units)))
     if mine:
         player = Player.load(config, context.target_path, dtype=config.calibrate.dtype, drafter=folder)
         with progress(sum(len(units[name][1]) for name in mine), what="calibrate", unit="prompts") as bar:

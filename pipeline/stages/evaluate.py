@@ -36,10 +36,11 @@ def run(context: StageContext) -> None:
         for name in config.evaluate.prompt_sets
     }
     units = plan(config.evaluate, sets)
-    wanted = set(artifact.missing(share([unit.file for unit in units])))
+    names = [unit.file for unit in units]
+    wanted = set(artifact.missing(names if config.target.tensor_parallel else share(names)))
     if mine := [unit for unit in units if unit.file in wanted]:
         _decode(context, described, mine)
-    if not artifact.missing([unit.file for unit in units]):
+    if not artifact.missing(names):
         _finish(context, described, units)
 
 
