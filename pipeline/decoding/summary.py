@@ -17,7 +17,6 @@ from pipeline.decoding.units import Unit
 from pipeline.draft.config import DraftConfig
 from pipeline.progress import say
 
-
 _NEAR_TIES_EXPECTED = 0.01  # S22
 
 
@@ -90,7 +89,7 @@ def tell(report: dict[str, Any], lab: dict[str, Any]) -> None:
         if len(found["near_ties"]) > max(1, _NEAR_TIES_EXPECTED * found["compared"]):
             say(
                 f"evaluate {record['prompts']}: {len(found['near_ties'])} of {found['compared']} greedy outputs part at "
-                "a near-tie; more than 1 % hints at a numerical fault (bf16 parts more often: use float32)",
+                "a near-tie; more than 1 % hints at a numerical fault (bfloat16 parts more often)",
                 warning=True,
             )
         for fault in found["faults"]:
