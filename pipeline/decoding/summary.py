@@ -88,8 +88,8 @@ def tell(report: dict[str, Any], lab: dict[str, Any]) -> None:
         found = record.get("lossless", {"compared": 0, "near_ties": (), "faults": ()})
         if len(found["near_ties"]) > max(1, _NEAR_TIES_EXPECTED * found["compared"]):
             say(
-                f"evaluate {record['prompts']}: {len(found['near_ties'])} of {found['compared']} greedy outputs part at "
-                "a near-tie; more than 1 % hints at a numerical fault (bfloat16 parts more often)",
+                f"evaluate {record['prompts']}: {len(found['near_ties'])} of {found['compared']} greedy outputs part "
+                "at a near-tie; more than 1 % hints at a numerical fault (bfloat16 parts more often)",
                 warning=True,
             )
         for fault in found["faults"]:
