@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from pipeline import schema
 from pipeline.errors import ConfigError
 from pipeline.frozen import Frozen, frozen_parts, load_frozen, text_config
 from pipeline.preflight import check_layers, default_layers
@@ -107,6 +108,19 @@ class Target:
         if spread:  # weights may be split or off-loaded: read the shared parts on their own
             frozen = load_frozen(path, dtype=dtype, device=device, **options)
         return cls(model if spread else nn.Module.to(model, device), layers=layers, frozen=frozen)
+
+    @classmethod
+    def of(
+        cls, settings: schema.Target, path: str, *, layers: Sequence[int], dtype: str, device: torch.device | str
+    ) -> Target:
+        """Load as the `target` section says, and check that its logits can be rebuilt."""
+        target = cls.load(
+            path, layers=layers, dtype=getattr(torch, dtype), device=device, attention=settings.attention,
+            revision=settings.revision, trust_remote_code=settings.trust_remote_code, device_map=settings.device_map,
+            tensor_parallel=settings.tensor_parallel,
+        )  # fmt: skip
+        target.check()
+        return target
 
     @property
     def hidden_size(self) -> int:

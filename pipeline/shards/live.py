@@ -10,28 +10,20 @@ order and kept positions are those a cache of the same tokens would have, so a r
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pipeline.artifact import Artifact
 from pipeline.errors import DataError
 from pipeline.shards.batches import bucket
 from pipeline.shards.builder import Network, TokenRow, padded_ids
-from pipeline.shards.index import index_tokens
 from pipeline.shards.layout import CONVENTION, Spec, kept_positions
-from pipeline.shards.record import Encoded, Sample, Teacher
-
-_SHARDS_KEPT = 24  # the order moves within 16 shards at a time
-
-ReadShard = Callable[[Any], Iterable[TokenRow]]
+from pipeline.shards.record import Sample, Teacher
+from pipeline.shards.tokenrows import ReadShard, TokenRows
 
 
-class LiveReader:
+class LiveReader(TokenRows):
     """Reads token rows of a finished `tokens` artifact and runs the target over them."""
 
     def __init__(
@@ -44,41 +36,12 @@ class LiveReader:
         layers: Sequence[int],
         batch_tokens: int = 8192,
     ) -> None:
-        """`read` gives the rows of one token shard (`pipeline.corpus.tokens.read_tokens`)."""
-        tokens.check_sizes()
-        self._tokens, self._target, self._read, self._batch_tokens = tokens, target, read, batch_tokens
+        super().__init__(tokens, read)
+        self._target, self._batch_tokens = target, batch_tokens
         self.spec = spec
         self.summary = {**spec.summary(), "layers": list(layers), "layer_convention": CONVENTION, "post_norm": True}
         self.channel_rms_LD = None
-        self._files = tuple(str(fact["file"]) for fact in tokens.manifest()["shards"])
-        self._shards: OrderedDict[int, list[TokenRow]] = OrderedDict()
-        self._lock = threading.RLock()
-        self.index = index_tokens(tokens.path, self._files, read)
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """See `Index.order`."""
-        return self.index.order(seed, epoch)
-
-    def row(self, number: int) -> TokenRow:
-        """The token row behind a sample number."""
-        shard = self.index.shard_of(number)
-        with self._lock:
-            rows = self._shards.get(shard)
-            if rows is None:
-                rows = self._shards[shard] = list(self._read(self._tokens.path / self._files[shard]))
-                if len(self._shards) > _SHARDS_KEPT:
-                    self._shards.popitem(last=False)
-            self._shards.move_to_end(shard)
-        return rows[int(self.index.row[number])]
-
-    def encoded(self, number: int) -> Encoded:
-        """Ids and mask of a row, without running the target."""
-        row = self.row(number)
-        tensors = {"ids": torch.from_numpy(row.ids.copy()), "mask": torch.from_numpy(row.mask.copy())}
-        return Encoded(tensors, {"id": row.id, "source": row.source, "turn": str(row.turn)})
+        self._running = threading.Lock()  # reader threads share the one target
 
     def batch(
         self, numbers: Iterable[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
@@ -86,7 +49,7 @@ class LiveReader:
         """Run the target over these rows. Raises DataError when a row's states are not finite."""
         rows = [self.row(int(number)) for number in numbers]
         out: list[Sample | None] = [None] * len(rows)
-        with self._lock:
+        with self._running:
             for places in bucket([len(row.ids) for row in rows], self._batch_tokens):
                 for place, sample in zip(places, self._forward([rows[place] for place in places], dtype), strict=True):
                     out[place] = sample if device is None else _moved(sample, device)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline import stopping
 from pipeline.chain import StageContext, share
@@ -21,7 +23,7 @@ from pipeline.progress import Bar, progress, rank, say
 from pipeline.shards.builder import Builder
 from pipeline.shards.calibration import RMS_FILE, shared_channel_rms
 from pipeline.shards.layout import CONVENTION, Spec
-from pipeline.shards.plan import estimate, refuse_without_space
+from pipeline.shards.plan import estimate, refuse_without_space, show_bytes
 from pipeline.target import Target, default_layers, pick_device, text_config
 
 
@@ -35,6 +37,9 @@ def run(context: StageContext) -> None:
     sources = [str(fact["file"]) for fact in tokens.manifest()["shards"]]
     names = [shard_name(source) for source in sources]
     layers, spec = describe(context)
+    if context.config.targets.mode == "rolling":
+        _declare_rolling(context, layers, spec)
+        return
     together = context.config.target.tensor_parallel
     mine = artifact.missing(names if together else share(names))
     if mine:
@@ -74,24 +79,24 @@ def describe(context: StageContext) -> tuple[tuple[int, ...], Spec]:
     )
 
 
+def _declare_rolling(context: StageContext, layers: Sequence[int], spec: Spec) -> None:
+    """A rolling cache has no shards of its own: they come and go beside training (or from `dspark feed`)."""
+    artifact, tokens = context.artifact, context.inputs["tokens"]
+    if rank() > 0:
+        return
+    if spec.channel_rms:
+        _rms(context, _load(context, layers), spec)
+    files = [RMS_FILE] if spec.channel_rms else []
+    artifact.finish(
+        [], files, mode="rolling", targets=_summary(layers, spec), template=tokens.manifest().get("template")
+    )
+    say(f"targets: rolling, at most {show_bytes(context.config.targets.max_bytes or 0)} beside training")
+
+
 def _build(context: StageContext, layers: Sequence[int], spec: Spec, work: Sequence[tuple[int, str]]) -> None:
     config, artifact, folder = context.config, context.artifact, context.inputs["tokens"].path
-    target = Target.load(
-        str(context.target_path),
-        layers=layers,
-        dtype=getattr(torch, config.targets.dtype),
-        device=pick_device(),
-        attention=config.target.attention,
-        revision=config.target.revision,
-        trust_remote_code=config.target.trust_remote_code,
-        device_map=config.target.device_map,
-        tensor_parallel=config.target.tensor_parallel,
-    )
-    target.check()
-    rms = None
-    if spec.channel_rms:
-        first = context.inputs["tokens"].manifest()["shards"][0]["file"]  # the same sample on every rank
-        rms = shared_channel_rms(artifact.path, target, read_tokens(folder / first))
+    target = _load(context, layers)
+    rms = _rms(context, target, spec)
     tokens = {source: int((context.inputs["tokens"].row(source) or {})["tokens"]) for _, source in work}
     write = not config.target.tensor_parallel or rank() == 0
     with (
@@ -103,6 +108,22 @@ def _build(context: StageContext, layers: Sequence[int], spec: Spec, work: Seque
             _check_stop(config.target.tensor_parallel)
             rows = list(read_tokens(folder / source))
             builder.build(artifact, shard_name(source), shard=number, rows=rows, advance=_shown(bar, started))
+
+
+def _load(context: StageContext, layers: Sequence[int]) -> Target:
+    config = context.config
+    return Target.of(
+        config.target, str(context.target_path), layers=layers, dtype=config.targets.dtype, device=pick_device()
+    )
+
+
+def _rms(context: StageContext, target: Target, spec: Spec) -> Tensor | None:
+    """Per-channel RMS, from the first token shard whoever computes it."""
+    if not spec.channel_rms:
+        return None
+    tokens = context.inputs["tokens"]
+    first = tokens.path / tokens.manifest()["shards"][0]["file"]
+    return shared_channel_rms(context.artifact.path, target, read_tokens(first))
 
 
 def _check_stop(together: bool) -> None:
@@ -133,10 +154,7 @@ def _finish(context: StageContext, layers: Sequence[int], spec: Spec, names: Seq
             f"targets.max_skip_fraction = {config.targets.max_skip_fraction}; their ids are in {artifact.path / 'rows'}"
         )
     summary = {
-        **spec.summary(),
-        "layers": list(layers),
-        "layer_convention": CONVENTION,
-        "post_norm": True,
+        **_summary(layers, spec),
         "samples": samples,
         "tokens": sum(sum(row["index"]["tokens"]) for row in rows),
         "supervised": sum(sum(row["index"]["supervised"]) for row in rows),
@@ -146,3 +164,7 @@ def _finish(context: StageContext, layers: Sequence[int], spec: Spec, names: Seq
     artifact.finish(names, [RMS_FILE] if spec.channel_rms else [], targets=summary, template=template)
     per_token = summary["bytes"] / max(summary["tokens"], 1)
     say(f"targets: {samples} rows, {summary['tokens']} tokens, {per_token:.0f} bytes per token on disk")
+
+
+def _summary(layers: Sequence[int], spec: Spec) -> dict[str, Any]:
+    return {**spec.summary(), "layers": list(layers), "layer_convention": CONVENTION, "post_norm": True}

@@ -1,12 +1,14 @@
-"""Where training rows come from: a finished cache, or the frozen target running beside the drafter.
+"""Where training rows come from: a finished cache, a rolling one, or the frozen target beside the drafter.
 
     reader = open_source(context, device)                  # offers index, spec, summary, encoded, batch
 
-Both give the same rows at the same steps; `targets.mode: live` stores nothing and pays a target forward per row and
-epoch.
+All give the same row for the same number; `targets.mode: live` stores nothing and pays a target forward per row and
+epoch, `rolling` pays the same in another thread or process, through a cache of `targets.max_bytes`.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -15,39 +17,39 @@ from pipeline.corpus.tokens import read_tokens
 from pipeline.errors import ConfigError
 from pipeline.frozen import text_config
 from pipeline.preflight import default_layers
+from pipeline.progress import rank
 from pipeline.shards.layout import Spec
 from pipeline.shards.live import LiveReader
-from pipeline.shards.reader import ShardReader
-from pipeline.target import Target
+from pipeline.shards.reader import ShardReader, load_rms
+from pipeline.shards.rolling import RollingReader
+from pipeline.training.feeding import Feeding, load_target, validation_of
+
+Source = ShardReader | LiveReader | RollingReader
 
 
-def open_source(context: StageContext, device: torch.device) -> ShardReader | LiveReader:
-    """The reader `targets.mode` asks for. A live target is loaded onto `device`, in `targets.dtype`.
+def open_source(context: StageContext, device: torch.device) -> Source:
+    """The reader `targets.mode` asks for; a target that runs beside training is loaded onto `device`.
 
     Raises ConfigError for a target that is itself split over the ranks: every rank reads other rows.
     """
-    config = context.config
-    if config.targets.mode == "cached":
+    mode = context.config.targets.mode
+    if mode == "cached":
         return ShardReader.open(context.inputs["targets"])
-    if config.target.tensor_parallel:
+    if context.config.target.tensor_parallel:
         raise ConfigError(
-            f"targets.mode: {config.targets.mode} runs the target on every rank over that rank's rows; "
-            "target.tensor_parallel cannot serve it: use a cache"
+            f"targets.mode: {mode} runs the target over one rank's rows; target.tensor_parallel cannot serve it: "
+            "use a cache"
         )
-    path = str(context.target_path)
-    described = text_config(path, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code)
-    layers = config.targets.layers or default_layers(described.num_hidden_layers)
-    target = Target.load(
-        path,
-        layers=layers,
-        dtype=getattr(torch, config.targets.dtype),
-        device=device,
-        attention=config.target.attention,
-        trust_remote_code=config.target.trust_remote_code,
-        device_map=config.target.device_map,
-        revision=config.target.revision,
+    return _live(context, device) if mode == "live" else _rolling(context, device)
+
+
+def _live(context: StageContext, device: torch.device) -> LiveReader:
+    config = context.config
+    described = text_config(
+        str(context.target_path), revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
     )
-    target.check()
+    layers = config.targets.layers or default_layers(described.num_hidden_layers)
+    target = load_target(context, layers, device)
     spec = Spec(
         taps="bf16",
         logits="last_hidden",
@@ -58,11 +60,27 @@ def open_source(context: StageContext, device: torch.device) -> ShardReader | Li
         vocab_size=target.vocab_size,
         dtype=config.targets.dtype,
     )
+    tokens = context.chain["tokens"]
     return LiveReader(
+        tokens, target, spec, read=read_tokens, layers=layers, batch_tokens=config.targets.batch_tokens
+    )  # fmt: skip
+
+
+def _rolling(context: StageContext, device: torch.device) -> RollingReader:
+    artifact = context.inputs["targets"]
+    summary = artifact.manifest()["targets"]
+    spec = Spec.of(summary)
+    feeding = Feeding.beside(context, device) if rank() == 0 else Feeding(context)
+    return RollingReader(
         context.chain["tokens"],
-        target,
+        artifact,
         spec,
         read=read_tokens,
-        layers=layers,
-        batch_tokens=config.targets.batch_tokens,
+        summary=summary,
+        validation=validation_of(context),
+        seed=context.config.seed,
+        rank=rank(),
+        world=int(os.environ.get("WORLD_SIZE", "1")),
+        alive=feeding.alive,
+        channel_rms_LD=load_rms(artifact.path, spec),
     )
