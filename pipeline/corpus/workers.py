@@ -2,8 +2,8 @@
 
     for result in each(writer.run, units, workers=8): ...
 
-Workers are forked from a clean server process, so nothing of this one (threads, CUDA, tokenizers) leaks into them, and
-libraries are imported once for all.
+Workers start clean: nothing of this process (threads, CUDA, tokenizers) leaks into them. Where they need a library that
+is slow to import, they are forked from a server process that has imported it once for all.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ def each(
 ) -> Iterator[Result]:
     """Results in the order of completion. An exception in a worker is raised here and ends the others' queue.
 
-    `preload` names slow imports of the workers; it holds for the first use in a process.
+    `preload` names modules that are slow to import and needed by every worker.
     """
     if workers <= 1 or len(items) <= 1:
         for item in items:
             stopping.check()
             yield function(item)
         return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*preload, getattr(function, "__self__", function).__module__])
+    context = multiprocessing.get_context("forkserver" if preload else "spawn")
+    if preload:
+        context.set_forkserver_preload(list(preload))
     with ProcessPoolExecutor(min(workers, len(items)), mp_context=context, initializer=_quiet_threads) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:

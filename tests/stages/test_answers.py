@@ -212,11 +212,11 @@ def kill_after(made: Config, tmp_path: Path, stub: Stub, requests: int) -> None:
 
 
 def test_killed_against_a_slow_failing_cutting_server_every_id_comes_out_once(tmp_path: Path, proof: Any) -> None:
-    count = proof.size(200, 4000)
+    count = proof.size(100, 4000)
     rows = [chat(f"Q{n}?", "old", f"And {n}?", "old") for n in range(count)]
     with serve(flaky, delay_seconds=0.005) as stub:
         answers = {"concurrency": 8, "retries": 8}
-        made = prepare(tmp_path, [stub.url], rows=rows, answers=answers, data={"shard_rows": 40})
+        made = prepare(tmp_path, [stub.url], rows=rows, answers=answers, data={"shard_rows": 30})
         for _ in range(proof.size(2, 5)):
             kill_after(made, tmp_path, stub, count // 8)
         artifact = run_stage(made, "answers")
