@@ -106,7 +106,7 @@ def engine_problem(engine: str, layout: str, facts: Facts) -> str | None:
         return f"serves the vanilla Markov head only, this one is {facts.markov}"
     if facts.activation != "silu" and engine in ("vllm", "sglang", "llama.cpp"):
         return f"builds its draft layers with silu only, this one has {facts.activation} (set draft.activation: silu)"
-    if facts.vocabulary and engine not in ("vllm", "speculators") and layout != "eagle3":
+    if facts.vocabulary and engine not in ("vllm", "llama.cpp", "speculators") and layout != "eagle3":
         return "serves DSpark drafters over the target's whole vocabulary only"
     if facts.scaled and engine not in ("vllm", "deepspec", "speculators"):
         return "uses the target's own embedding and head, without the scaling this target applies to them"

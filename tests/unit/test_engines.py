@@ -51,8 +51,9 @@ def test_heads_an_engine_cannot_serve_are_refused_for_it(engine: str, markov: st
     assert engines.refusals(["deepspec"], ["sglang"], facts) == []
 
 
-def test_dense_layout_with_draft_vocabulary_is_vllms_alone() -> None:
-    assert engines.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm"]
+def test_dense_layout_with_draft_vocabulary_is_not_for_sglang_or_deepspec() -> None:
+    """Both take the target's whole head; vLLM and llama.cpp's converter read d2t and the head in the file."""
+    assert engines.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm", "llama.cpp"]
 
 
 def test_next_token_dflash_is_not_the_dflash_layout() -> None:
