@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ArtifactError
-from pipeline.files import atomic_path, canonical, digest, fsync_dir, read_json, sha256_file, write_json
+from pipeline.files import (
+    atomic_path,
+    canonical,
+    clear_temporaries,
+    digest,
+    fsync_dir,
+    read_json,
+    sha256_file,
+    write_json,
+)
 
 FORMAT = 1
 
@@ -174,7 +182,7 @@ class Artifact:
             **summary,
         }
         write_json(self.manifest_path, manifest)
-        shutil.rmtree(self.path / ".tmp", ignore_errors=True)
+        clear_temporaries(self.path / ".tmp")
         return manifest
 
     def _file_fact(self, name: str) -> dict[str, Any]:

@@ -9,11 +9,14 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ArtifactError, StorageError
+
+_DAY_SECONDS = 86_400
 
 
 def canonical(value: Any) -> bytes:
@@ -77,6 +80,36 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def clear_temporaries(folder: Path) -> None:
+    """Remove what killed processes left in a `.tmp` folder, and the folder once it is empty.
+
+    What a living process of this host is writing stays, and so does what another host wrote within the last day: two
+    ranks may finish one artifact at the same moment.
+    """
+    mine = f"{socket.gethostname()}."
+    for entry in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            pid = entry.name.removeprefix(mine).partition(".")[0]
+            if entry.name.startswith(mine) and pid.isdigit():
+                kept = int(pid) != os.getpid() and _alive(int(pid))
+            else:
+                kept = time.time() - entry.stat().st_mtime < _DAY_SECONDS
+            if not kept:
+                _remove(entry)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_json(path: Path, value: Any) -> None:
