@@ -7,8 +7,10 @@ trained, or when it is stopped; started again, it goes on from the shards on dis
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from pipeline import stopping
+from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext, resolve
 from pipeline.config import Config
 from pipeline.errors import ArtifactError, ConfigError
@@ -31,4 +33,9 @@ def run(config: Config, arguments: argparse.Namespace) -> None:
     with lease(artifacts["targets"].path / LEASE):
         feeder = make_feeder(context, pick_device())
         say(f"feed: {artifacts['targets'].path}, for {artifacts['train'].path}")
-        feed(feeder, lambda: artifacts["train"].complete, on_step=stopping.check)
+        feed(feeder, partial(_trained, artifacts["train"]))
+
+
+def _trained(train: Artifact) -> bool:
+    stopping.check()
+    return train.complete

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -68,12 +67,10 @@ def make_feeder(context: StageContext, device: torch.device) -> Feeder:
     )
 
 
-def feed(feeder: Feeder, done: Callable[[], bool], *, on_step: Callable[[], Any] = lambda: None) -> None:
+def feed(feeder: Feeder, done: Callable[[], bool]) -> None:
     """Keep the cache ahead of training until `done`, then delete what rolled."""
     while not done():
-        if feeder.step():
-            on_step()
-        else:
+        if not feeder.step():
             time.sleep(_IDLE_SECONDS)
     feeder.clear()
 

@@ -19,7 +19,7 @@ from tests.unit.shards.cache import Row, ToyTarget, artifact_of, build, finish, 
 @pytest.mark.case("LDR-03")
 def test_one_shard_feeds_more_readers_than_shards(tmp_path: Path) -> None:
     reader = ShardReader.open(build(tmp_path, sizes=(6,)))
-    split, rows = Split(reader.index, 0.0, seed=0), CachedRows(reader, torch.float32)
+    split, rows = Split(reader.index, 0.0, seed=0), CachedRows(reader, torch.float32, torch.device("cpu"))
     schedule = Schedule(split.count, 2, split.order)
     seen: list[str] = []
     for step in range(schedule.steps_per_epoch):
