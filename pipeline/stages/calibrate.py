@@ -82,6 +82,8 @@ def _units(context: StageContext, prompts: list[Prompt]) -> dict[str, tuple[floa
 
 
 def _finish(context: StageContext, artifact: Artifact, shards: list[str]) -> None:
+    if artifact.complete:  # another rank came first
+        return
     files, summary = [], {}
     for temperature in context.config.calibrate.temperatures:
         name = f"T{temperature:g}"

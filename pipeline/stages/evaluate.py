@@ -79,6 +79,8 @@ def _policy(context: StageContext, described: DraftConfig, temperature: float) -
 
 def _finish(context: StageContext, described: DraftConfig, units: Sequence[Unit]) -> None:
     config, artifact = context.config, context.artifact
+    if artifact.complete:  # another rank came first
+        return
     sps = read_json(context.inputs["profile"].path / "sps.json")
     first_prompt = (artifact.row(units[0].file) or {})["first_prompt"]
     groups = gather(artifact, units)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from pipeline.artifact import read_json
+from pipeline.chain import share
 from pipeline.decoding.report import without_timings
 from pipeline.errors import ConfigError
 from pipeline.stages import calibrate, evaluate
+from tests.ranks import run_ranks
 from tests.stages.prepared import context_of, prepare
 
 
@@ -75,6 +78,27 @@ def test_resumed_and_split_runs_give_the_same_report(evaluated, tmp_path, monkey
     context = context_of(config, "evaluate")
     assert context.artifact.complete
     first, second = (read_json(one.artifact.path / "report.json") for one in (evaluated, context))
+    assert without_timings(first) == without_timings(second)
+
+
+def both_stages(folder):
+    """What a rank of a launched job does; returns how many units it decoded itself."""
+    config = prepare(folder)
+    calibrate.run(context_of(config, "calibrate"))
+    while not context_of(config, "calibrate").artifact.complete:
+        time.sleep(0.1)
+    context = context_of(config, "evaluate")
+    evaluate.run(context)
+    mine = share([unit["file"] for unit in context.artifact.manifest()["shards"]] if context.artifact.complete else [])
+    return len(mine)
+
+
+def test_two_real_ranks_share_the_units_and_count_each_prompt_once(evaluated, tmp_path):
+    prepare(tmp_path)
+    counts = run_ranks(both_stages, 2, tmp_path, timeout=120, needs=["pipeline.stages.evaluate"])
+    artifact = context_of(prepare(tmp_path), "evaluate").artifact
+    assert artifact.complete and max(counts) == 1, "two units, one each"
+    first, second = (read_json(path / "report.json") for path in (evaluated.artifact.path, artifact.path))
     assert without_timings(first) == without_timings(second)
 
 
