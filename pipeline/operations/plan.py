@@ -47,12 +47,19 @@ def plan(config: Config, arguments: argparse.Namespace) -> None:
     tflops = _positive(arguments.device_tflops or "400", "--device-tflops")
     bytes_total = _bytes(spec, corpus)
     head = corpus.supervised if config.targets.logits == "topk" else 0
-    flops = shape.forward_flops(tokens=corpus.tokens, samples=corpus.rows, head_positions=head)
+    passes = _passes(config, corpus)
+    flops = passes * shape.forward_flops(tokens=corpus.tokens, samples=corpus.rows, head_positions=head)
+    on_disk = {"live": 0, "rolling": min(bytes_total, config.targets.max_bytes or 0)}.get(
+        config.targets.mode, bytes_total
+    )
     free = shutil.disk_usage(_existing(config.work_dir)).free
     facts: dict[str, Any] = {
         "corpus": vars(corpus),
         "cache_bytes_per_token": bytes_total / corpus.tokens,
         "cache_bytes": bytes_total,
+        "mode": config.targets.mode,
+        "disk_bytes": on_disk,
+        "target_passes": passes,
         "target_flops": flops,
         "device_hours": hours(flops, device_flops=tflops * 1e12),
         "free_bytes": free,
@@ -65,8 +72,10 @@ def plan(config: Config, arguments: argparse.Namespace) -> None:
     say(f"corpus: {corpus.rows:,} rows, {corpus.tokens:,} tokens, {corpus.supervised:,} supervised ({corpus.source})")
     say(f"target cache ({spec.taps} taps x {spec.num_taps}, {spec.logits} logits, {spec.positions} positions): "
         f"{facts['cache_bytes_per_token']:,.0f} bytes per token, {show_bytes(bytes_total)} in all; "
-        f"{show_bytes(free)} free" + ("" if free > bytes_total else ": DOES NOT FIT"))  # fmt: skip
-    say(f"target forward: {flops:.3g} FLOPs, {facts['device_hours']:.2f} device-hours at 40 % of {tflops:g} TFLOP/s")
+        f"mode {config.targets.mode}: {show_bytes(on_disk)} on disk, "
+        f"{show_bytes(free)} free" + ("" if free > on_disk else ": DOES NOT FIT"))  # fmt: skip
+    say(f"target forward ({passes} x the corpus): {flops:.3g} FLOPs, {facts['device_hours']:.2f} device-hours at 40 % "
+        f"of {tflops:g} TFLOP/s")  # fmt: skip
     say("\nbytes per token and in all, by codec (int3 and int2 are lossy: measure before use)")
     for row in facts["codecs"]:
         say(f"  {row['taps']:5s} {row['logits']:12s} {row['bytes_per_token']:10,.0f} {show_bytes(row['bytes']):>10s}")
@@ -75,6 +84,14 @@ def plan(config: Config, arguments: argparse.Namespace) -> None:
         say(f"  {item['stage']:10s} {item['state']:9s} {item['note']}")
     if unknown:
         say(f"  unknown: {unknown}")
+
+
+def _passes(config: Config, corpus: Corpus) -> int:
+    """How often the target reads the corpus: once into a finished cache, else once per epoch of training."""
+    if config.targets.mode == "cached":
+        return 1
+    steps = config.train.steps
+    return config.train.epochs if steps is None else max(1, -(-steps * config.train.global_batch_size // corpus.rows))
 
 
 def _shape(config: Config) -> Shape:
