@@ -250,7 +250,7 @@ def test_planted_copies_near_copies_and_leaks_are_all_named_and_nothing_else(tmp
     right = {pairs[text] for text in gone if text in pairs}
     recall, precision = len(right) / each, len(right) / max(len(gone), 1)
     proof.note("near-duplicate recall / precision", f"{recall:.3f} / {precision:.3f} of {each} planted")
-    assert recall >= 0.97
+    assert recall >= 0.99
     assert precision == 1.0
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["leaks_by_prompt_set"] == {

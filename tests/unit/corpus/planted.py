@@ -24,7 +24,7 @@ class Planted:
 
 
 def plant(count: int, *, each: int, seed: int = 1) -> Planted:
-    """`count` independent rows, and `each` exact copies, near copies (about 0.9 similar), decoys (about 0.4), leaks."""
+    """`count` independent rows, and `each` exact copies, near copies (0.92 similar), decoys (about 0.4), leaks."""
     rng = random.Random(seed)
     vocabulary = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 3))) for _ in range(4000)]
 
@@ -39,7 +39,7 @@ def plant(count: int, *, each: int, seed: int = 1) -> Planted:
         planted.rows.append(chat(question, answer, source="copies"))
         planted.exact.append(question)
         question, answer = originals[each + number]
-        planted.rows.append(chat(question, changed := _change(answer, vocabulary, rng, 2), source="near"))
+        planted.rows.append(chat(question, changed := _change(answer, vocabulary, rng, 1), source="near"))
         planted.near.append((answer, changed))
         question, answer = originals[2 * each + number]
         planted.rows.append(chat(f"{text(14)}?", changed := _change(answer, vocabulary, rng, 22), source="decoys"))
