@@ -44,7 +44,16 @@ def _teacher(config: Config) -> Names:
 
 
 def _sources(config: Config) -> dict[str, Any]:
-    return {"sources": [source_identity(config, source) for source in config.data.sources]}
+    found: dict[str, Any] = {"sources": [source_identity(config, source) for source in config.data.sources]}
+    if config.data.decontaminate is not None and (files := _files(config, config.data.decontaminate.prompt_sets)):
+        found["prompt_files"] = files
+    return found
+
+
+def _files(config: Config, names: Names) -> dict[str, str]:
+    """Hashes of the prompt sets that are local files, by file name."""
+    hashes = Hashes(config.work_dir)
+    return {Path(name).name: hashes.file(Path(name)) for name in names if Path(name).is_file()}
 
 
 def _template_file(config: Config) -> dict[str, Any]:
@@ -77,9 +86,7 @@ def _checkpoints(config: Config) -> dict[str, Any]:
 
 
 def _prompt_files(config: Config) -> dict[str, Any]:
-    names = config.evaluate.prompt_sets
-    hashes = Hashes(config.work_dir)
-    return {"prompt_files": {name: hashes.file(Path(name)) for name in names if Path(name).is_file()}}
+    return {"prompt_files": _files(config, config.evaluate.prompt_sets)}
 
 
 def _recorded(config: Config) -> dict[str, Any]:

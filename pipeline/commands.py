@@ -69,6 +69,20 @@ OTHER_COMMANDS = {
         "pipeline.decoding.generate:generate",
         (("text", "the question"), ("--temperature=T", "default 0"), ("--max-new-tokens=N", "default as in evaluate")),
     ),
+    "doctor": Command(
+        "check environment, target, disk and tracking, and show chats as token, role, mask and anchor",
+        "dspark doctor -c configs/debug.yaml --samples 2",
+        "pipeline.operations.doctor:doctor",
+        (
+            ("--samples=N", "conversations shown (default 2)"),
+            ("--endpoint=URL", "compare with a server's own tokenisation, e.g. http://host:8000/v1"),
+        ),
+    ),
+    "fetch": Command(
+        "bring hub models, data and prompt sets to this machine, so that compute nodes run offline",
+        "dspark fetch -c configs/smollm2.yaml",
+        "pipeline.corpus.fetch:fetch",
+    ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
         "dspark status -c configs/debug.yaml",

@@ -5,7 +5,7 @@ Reads config.json, generation_config.json, tokenizer.json and tokenizer_config.j
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline import engines
@@ -186,6 +186,19 @@ def _mask_token(config: Config, facts: TargetFacts) -> list[str]:
     if facts.tokenizer is not None and token < facts.tokenizer and token not in facts.special:
         return [f"{where}: {token} is a normal token of the target's vocabulary; choose an unused row or special token"]
     return []
+
+
+def refuse_mask_token_in_corpus(config: Config, special_tokens: Mapping[str, int]) -> None:
+    """The half of S6 that needs the corpus: `special_tokens` is the tokens manifest's table of id -> count.
+
+    Raises ConfigError when the mask token occurs in the training rows.
+    """
+    count = special_tokens.get(str(config.draft.mask_token_id), 0)
+    if count and config.draft.kind in NEEDS_MASK_TOKEN and not config.draft.allow_used_mask_token:
+        raise ConfigError(
+            f"draft.mask_token_id: {config.draft.mask_token_id} occurs {count} times in the training rows; "
+            "take a token that neither the template nor the corpus contains"
+        )
 
 
 def _vocabulary(config: Config, facts: TargetFacts) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 from pipeline.chain import StageContext
 from pipeline.distributed import Ranks, started
+from pipeline.preflight import refuse_mask_token_in_corpus
 from pipeline.progress import progress, rank, say
 from pipeline.training.adopt import adopt
 from pipeline.training.lease import lease
@@ -27,12 +28,15 @@ def run(context: StageContext) -> None:
     """Train to the last step, then publish `draft/` and the manifest.
 
     Raises Stopped after a save when asked to stop, DataError for losses that are not finite or nothing to train on,
-    ArtifactError when another run holds the artifact or a checkpoint does not fit.
+    ArtifactError when another run holds the artifact or a checkpoint does not fit, ConfigError for a mask token that
+    the corpus contains (S6).
     """
     if context.config.train.published is not None:
         if rank() == 0:
             adopt(context)
         return
+    special_tokens = context.chain["tokens"].manifest().get("special_tokens", {}) if "tokens" in context.chain else {}
+    refuse_mask_token_in_corpus(context.config, special_tokens)
     with started(context.config.train) as ranks, ExitStack() as stack:
         if ranks.rank == 0:
             stack.enter_context(lease(context.artifact.path / "lease.json"))

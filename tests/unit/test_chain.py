@@ -98,6 +98,17 @@ def test_local_files_count_by_content_not_by_place(tmp_path: Path) -> None:
     assert made("a", row) == made("b", row) != made("c", row + row)
 
 
+def test_an_edited_prompt_set_renews_the_data_it_cleans(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    overrides = (f"data.decontaminate={{prompt_sets: [{prompts}]}}", f"evaluate.prompt_sets=[{prompts}]")
+    prompts.write_text('{"turns": ["one"]}')
+    before = fingerprints(debug(tmp_path, *overrides))
+    prompts.write_text('{"turns": ["two"]}')
+    after = fingerprints(debug(tmp_path, *overrides))
+    assert before["data"] != after["data"]
+    assert before["profile"] == after["profile"]
+
+
 def test_what_cannot_be_identified_is_reported_together(tmp_path: Path) -> None:
     config = validate(
         {

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "runner": {"tracking", "tiny"},
     "operations": {
-        "runner", "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen",
+        "runner", "tiny", "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen",
         "shards", "corpus", "tracking", "launch",
     },
     "commands": set(),

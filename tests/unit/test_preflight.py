@@ -104,3 +104,10 @@ def test_default_layers(depth: int, layers: tuple[int, ...]) -> None:
 def test_a_folder_that_is_no_target_is_named(tmp_path: Path) -> None:
     assert "no config.json" in refused(config(tmp_path))
     assert "fetch_smollm2" in refused(config(tmp_path / "absent"))
+
+
+def test_s6_a_mask_token_the_corpus_contains_is_refused(tmp_path: Path) -> None:
+    made = config(target(tmp_path / "t"), mask_token_id=6)
+    preflight.refuse_mask_token_in_corpus(made, {"2": 40})
+    with pytest.raises(ConfigError, match="occurs 3 times"):
+        preflight.refuse_mask_token_in_corpus(made, {"6": 3})

@@ -83,7 +83,7 @@ def test_compilation_traces_every_kind_and_changes_only_rounding(name: str, monk
         drafter = member(name)
         drafter.configure(attention="sdpa", device=CPU, compile=compiled)
         results.append(outcome(drafter, INDEX))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
     assert set(drafter.state_dict()) == set(member(name).state_dict())
 
 
