@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -110,11 +111,16 @@ class Cluster:
 
     def stop(self) -> None:
         self.run("scancel", "--user=root", check=False)
-        for path in sorted((self.folder / "run").glob("*.pid")):
-            subprocess.run(["kill", path.read_text().strip()], check=False, capture_output=True)
+        pids = [int(path.read_text()) for path in (self.folder / "run").glob("*.pid")]
+        for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 2.0)):
+            deadline = time.monotonic() + seconds
+            for pid in filter(_alive, pids):
+                os.kill(pid, number)
+            while any(map(_alive, pids)) and time.monotonic() < deadline:
+                time.sleep(0.1)
         if self._own_munge is not None:
             self._own_munge.terminate()
-        time.sleep(0.5)
+            self._own_munge.wait(timeout=10)
 
     # ------------------------------------------------------------------------------------------ jobs
 
@@ -156,6 +162,10 @@ def why_not() -> str:
     if missing:
         return f"Slurm is not installed (apt-get install slurm-wlm munge): {', '.join(missing)} missing"
     return "" if os.geteuid() == 0 else "Slurm's daemons are started as root"
+
+
+def _alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
 
 
 def _free_ports(count: int) -> list[int]:
