@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline import stopping
+from pipeline.artifact import Artifact
 from pipeline.chain import StageContext, share
 from pipeline.corpus.tokens import read_tokens
 from pipeline.errors import DataError
@@ -103,9 +104,13 @@ def _build(context: StageContext, layers: Sequence[int], spec: Spec, work: Seque
         progress(sum(tokens.values()), what="targets", unit="tokens") as bar,
         Builder(target, spec, batch_tokens=config.targets.batch_tokens, channel_rms_LD=rms, write=write) as builder,
     ):
-        started = time.monotonic()
+        started, bad, handed = time.monotonic(), 0, list[str]()
         for number, source in work:
             _check_stop(config.target.tensor_parallel)
+            published = [name for name in handed if artifact.row(name) is not None]
+            bad += _left_out(artifact, published)
+            _check_share(context, bad)
+            handed = [name for name in handed if name not in published] + [shard_name(source)]
             rows = list(read_tokens(folder / source))
             builder.build(artifact, shard_name(source), shard=number, rows=rows, advance=_shown(bar, started))
 
@@ -143,16 +148,27 @@ def _shown(bar: Bar, started: float) -> Callable[[int], None]:
     return advance
 
 
-def _finish(context: StageContext, layers: Sequence[int], spec: Spec, names: Sequence[str]) -> None:
-    artifact, config = context.artifact, context.config
-    rows = [artifact.row(name) or {} for name in names]
-    samples = sum(row["samples"] for row in rows)
-    bad = sum(row.get("skipped", {}).get("not_finite", 0) for row in rows)
-    if bad > config.targets.max_skip_fraction * (samples + bad):
+def _left_out(artifact: Artifact, names: Sequence[str]) -> int:
+    """Rows that are not finite in these published shards."""
+    return sum((artifact.row(name) or {}).get("skipped", {}).get("not_finite", 0) for name in names)
+
+
+def _check_share(context: StageContext, bad: int) -> None:
+    """Raise DataError once the rows left out exceed the allowed share of the whole corpus."""
+    limit = context.config.targets.max_skip_fraction
+    total = sum(int(fact["samples"]) for fact in context.inputs["tokens"].manifest()["shards"])
+    if bad > limit * total:
         raise DataError(
-            f"targets: {bad} of {samples + bad} rows have states or logits that are not finite, more than "
-            f"targets.max_skip_fraction = {config.targets.max_skip_fraction}; their ids are in {artifact.path / 'rows'}"
+            f"targets: {bad} of {total} rows have states or logits that are not finite, more than "
+            f"targets.max_skip_fraction = {limit}; their ids are in {context.artifact.path / 'rows'}"
         )
+
+
+def _finish(context: StageContext, layers: Sequence[int], spec: Spec, names: Sequence[str]) -> None:
+    artifact = context.artifact
+    rows = [artifact.row(name) or {} for name in names]
+    _check_share(context, _left_out(artifact, names))
+    samples = sum(row["samples"] for row in rows)
     summary = {
         **_summary(layers, spec),
         "samples": samples,

@@ -201,6 +201,7 @@ def test_rows_that_are_not_finite_cost_themselves_only_up_to_a_share(
     with pytest.raises(DataError, match="1 of 24 rows"):
         targets.run(strict)
     assert not strict.artifact.complete
+    assert NAMES[2] in strict.artifact.missing(NAMES), "the build stops where the share is exceeded, not at its end"
 
 
 # ------------------------------------------------------------------------------------------------ disk

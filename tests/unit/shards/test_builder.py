@@ -75,6 +75,13 @@ def test_rows_that_are_not_finite_are_left_out_counted_and_listed(tmp_path: Path
     assert all(torch.isfinite(reader[number].taps_TLD).all() for number in range(len(reader)))
 
 
+def test_a_shard_without_rows_is_a_shard(tmp_path: Path) -> None:
+    """All rows of a token shard may have been skipped before."""
+    reader = ShardReader.open(build(tmp_path, sizes=(3, 0, 2)))
+    assert len(reader) == 5 and sorted(reader.order(0, 0).tolist()) == list(range(5))
+    assert [len(stored) for stored in (reader.batch([]), reader.batch([4]))] == [0, 1]
+
+
 def test_two_builds_are_equal_byte_for_byte(tmp_path: Path) -> None:
     hashes = [[fact["sha256"] for fact in build(tmp_path / name).manifest()["shards"]] for name in ("one", "two")]
     assert hashes[0] == hashes[1]
