@@ -16,6 +16,7 @@ from tests.conftest import Proof
 from tests.stages import whole_chain
 
 
+@pytest.mark.case("CFG-05")
 def test_every_stage_finishes_and_the_run_ends_in_a_table(finished: Path) -> None:
     output = (finished.parent / "output.txt").read_text(encoding="utf-8")
     assert {path.parent.parent.name for path in finished.glob("*/*/manifest.json")} == set(whole_chain.stages_of())
