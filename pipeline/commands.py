@@ -83,6 +83,17 @@ OTHER_COMMANDS = {
         "dspark fetch -c configs/smollm2.yaml",
         "pipeline.corpus.fetch:fetch",
     ),
+    "codecs": Command(
+        "what each tap codec costs in acceptance and accepted length, on the trained drafter",
+        "dspark codecs -c configs/debug.yaml --prompts 16",
+        "pipeline.operations.codecs:codecs",
+        (("--prompts=N", "held-out prompts (default 32)"), ("--temperature=T", "of decoding (default 1)")),
+    ),
+    "feed": Command(
+        "build a rolling cache's shards on devices of their own, beside a training run elsewhere",
+        "dspark feed -c configs/debug.yaml",
+        "pipeline.operations.feed:run",
+    ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
         "dspark status -c configs/debug.yaml",
