@@ -82,7 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if shutil.which("slurmctld") and shutil.which("munged")
         else "Slurm is not installed (slurm-wlm, munge)",
         "browser": "" if shutil.which("chromium") else "Chromium is not installed",
-        "vllm": "" if importlib.util.find_spec("vllm") else "vLLM is not installed",
+        "vllm": ""
+        if os.environ.get("DSPARK_VLLM_PYTHON") or importlib.util.find_spec("vllm")
+        else "vLLM is not installed here, and DSPARK_VLLM_PYTHON names no Python that has it",
     }
     for item in items:
         for mark, reason in missing.items():

@@ -3,15 +3,17 @@
     DSPARK_VLLM_PYTHON=/path/to/venv/bin/python pytest tests/vllm
 
 That Python has vLLM 0.25 or newer (the CPU build will do) and, for DSpark without a GPU, Triton; it need not have this
-project. Without the variable everything here is skipped.
+project. Without the variable this Python is taken, if it has vLLM itself; else everything here is skipped.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,9 @@ from pipeline.layouts.load import load_published
 from pipeline.layouts.publish import Options, publish
 from tests.vllm.drafters import BLOCK, NEW_TOKENS, Case, fit, make_case
 
-PYTHON = os.environ.get("DSPARK_VLLM_PYTHON")
+PYTHON = os.environ.get("DSPARK_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
 HERE = Path(__file__).resolve().parent
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="DSPARK_VLLM_PYTHON names no Python with vLLM"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]  # skipped with the reason in tests/conftest.py
 SHIM = {
     "PYTHONPATH": str(HERE / "shim"),
     "TRITON_INTERPRET": "1",
