@@ -32,9 +32,13 @@ from pipeline.target import Target, pick_device
 
 @dataclass
 class Played:
-    """A prompt's answers: for each turn the ids it was asked with and what was generated. `error` ends it early."""
+    """A prompt's answers: for each turn the ids it was asked with and what was generated. `error` ends it early.
+
+    Later turns are asked with answers cut at `limit` tokens.
+    """
 
     prompt: Prompt
+    limit: int
     asked: list[list[int]] = field(default_factory=list)
     answers: list[Generation] = field(default_factory=list)
     error: str | None = None
@@ -85,6 +89,7 @@ class Player:
         max_new_tokens: int,
         batch_size: int,
         drafted: bool = True,
+        overrun: int = 0,
         top_p: float = 1.0,
         top_k: int = 0,
         policy: Policy | None = None,
@@ -93,9 +98,10 @@ class Player:
     ) -> list[Played]:
         """All turns of all prompts; one continuous batch per turn. `drafted` False decodes with the target alone.
 
-        Sampling is seeded by (config seed, prompt id, turn), the same with and without a drafter.
+        Answers may be `overrun` tokens longer than `max_new_tokens`; callers cut them. Sampling is seeded
+        by (config seed, prompt id, turn), the same with and without a drafter.
         """
-        played = [Played(prompt) for prompt in prompts]
+        played = [Played(prompt, max_new_tokens) for prompt in prompts]
         options = {
             "drafter": self.drafter if drafted else None, "temperature": temperature, "top_p": top_p, "top_k": top_k,
             "stop_ids": self.template.stop_ids, "batch_size": batch_size, "policy": policy, "clock": clock,
@@ -103,7 +109,7 @@ class Player:
         for turn in range(max((len(prompt.turns) for prompt in prompts), default=0)):
             waiting = [item for item in played if item.error is None and len(item.prompt.turns) > turn]
             asked = [item for item in waiting if self._ask(item, turn)]
-            limits = [min(max_new_tokens, self._room - len(item.asked[-1])) for item in asked]
+            limits = [min(max_new_tokens + overrun, self._room - len(item.asked[-1])) for item in asked]
             for item, answer in zip(asked, self._decode(asked, limits, options, on_answer), strict=True):
                 if isinstance(answer, Generation):
                     item.answers.append(answer)
@@ -122,7 +128,7 @@ class Player:
         for place in range(turn + 1):
             messages.append({"role": "user", "content": prompt.turns[place]})
             if place < turn:
-                answer = item.answers[place]
+                answer = item.answers[place].cut(item.limit)
                 ids = answer.ids[:-1] if answer.finish_reason == "stop" else answer.ids
                 messages.append({"role": "assistant", "content": self.template.decode(ids)})
         return messages
@@ -130,7 +136,7 @@ class Player:
     def first_prompt(self, prompt: Prompt) -> str:
         """A prompt's first question as the target reads it, or why it cannot be rendered."""
         try:
-            return self.template.render(self.messages(Played(prompt), 0), prompt=True)
+            return self.template.render(self.messages(Played(prompt, 0), 0), prompt=True)
         except Skip as skip:
             return str(skip)
 

@@ -70,11 +70,11 @@ def run_unit(
 ) -> dict[str, Any]:
     """Decode a unit, write its lines to `path`, and return its facts: counts and timings."""
     settings, block_size = player.config.evaluate, player.drafter.config.block_size
-    overrun = block_size + 1 if settings.lookup else 0  # so that lookup's last round is seen before the cut, too
+    # The overrun shows lookup's last round before the length cut, too.
     options: dict[str, Any] = {
         "temperature": unit.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
-        "max_new_tokens": settings.max_new_tokens + overrun, "batch_size": settings.batch_size,
-        "on_answer": on_answer,
+        "max_new_tokens": settings.max_new_tokens, "overrun": block_size + 1 if settings.lookup else 0,
+        "batch_size": settings.batch_size, "on_answer": on_answer,
     }  # fmt: skip
     facts: dict[str, Any] = {"samples": len(unit.prompts)}
     clock, started = Clock(player.target.device), time.perf_counter()
