@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.speculative.acceptance import Rounds, ratio, summarise
+from pipeline.speculative.acceptance import Rounds, curves, ratio, summarise
 
 # Fields that differ between two runs of the same evaluation.
 TIMINGS = (
@@ -108,7 +108,14 @@ def _lookup_record(
     record = _base(group, domain, "prompt-lookup", setting)
     record["policy"] = "full"
     record["num_prompts"] = len(lines)
-    record.update(_acceptance(lines, lambda line: [step for turn in line["lookup"] for step in turn], setting))
+
+    def steps(line: dict[str, Any]) -> list[Any]:
+        return [step for turn in line["lookup"] for step in turn]
+
+    record.update(_acceptance(lines, steps, setting))
+    # No scheduler cut these blocks: a slot without a proposal is a miss, not a slot that was never looked at.
+    whole = Rounds.of([[(setting.block_size, *step[1:]) for step in steps(line)] for line in lines])
+    record.update(curves(whole, setting.block_size))
     return record
 
 
