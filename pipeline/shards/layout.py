@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,10 +33,11 @@ class Field(NamedTuple):
     dtype: str
     row: tuple[int, ...]
     per: str
+    row_bytes: int
 
-    @property
-    def row_bytes(self) -> int:
-        return SIZES[self.dtype] * prod(self.row)
+    @classmethod
+    def of(cls, name: str, dtype: str, row: tuple[int, ...], per: str) -> Field:
+        return cls(name, dtype, row, per, SIZES[dtype] * prod(row))
 
 
 @dataclass(frozen=True)
@@ -75,33 +77,43 @@ class Spec:
 
     def fields(self) -> tuple[Field, ...]:
         """The tensors of a sample, in the order they lie in the member."""
-        return (Field("ids", "I32", (), "token"), *self._logits(), *self._taps(), Field("mask", "U8", (), "token"))
+        return _fields(self)
+
+    def _fields(self) -> tuple[Field, ...]:
+        return (
+            Field.of("ids", "I32", (), "token"),
+            *self._logits(),
+            *self._taps(),
+            Field.of("mask", "U8", (), "token"),
+        )
 
     def _taps(self) -> tuple[Field, ...]:
         taps, width = self.num_taps, self.hidden_size
         if not taps:
             return ()
         if self.taps == "bf16":
-            return (Field("taps", "BF16", (taps, width), "token"),)
+            return (Field.of("taps", "BF16", (taps, width), "token"),)
         if self.bits:
             groups = self.padded_size // GROUP
             packed = self.padded_size * self.bits // 8
-            return Field("taps.scale", "BF16", (taps, groups), "token"), Field("taps", "U8", (taps, packed), "token")
+            return Field.of("taps.scale", "BF16", (taps, groups), "token"), Field.of(
+                "taps", "U8", (taps, packed), "token"
+            )
         dtype = {"fp8": "F8_E4M3", "int8": "I8"}[self.taps]
-        return Field("taps.scale", "BF16", (taps,), "token"), Field("taps", dtype, (taps, width), "token")
+        return Field.of("taps.scale", "BF16", (taps,), "token"), Field.of("taps", dtype, (taps, width), "token")
 
     def _logits(self) -> tuple[Field, ...]:
         if self.logits == "last_hidden":
             dtype = {"bfloat16": "BF16", "float32": "F32"}[self.dtype]
-            return (Field("logits.hidden", dtype, (self.hidden_size,), "position"),)
+            return (Field.of("logits.hidden", dtype, (self.hidden_size,), "position"),)
         if self.logits == "full":
-            return (Field("logits.full", "F32", (self.vocab_size,), "position"),)
+            return (Field.of("logits.full", "F32", (self.vocab_size,), "position"),)
         kept = min(self.topk, self.vocab_size)
         ids = "U16" if self.vocab_size <= 1 << 16 else "I32"
         return (
-            Field("logits.tail", "F32", (), "position"),
-            Field("logits.ids", ids, (kept,), "position"),
-            Field("logits.logprobs", "F16", (kept,), "position"),
+            Field.of("logits.tail", "F32", (), "position"),
+            Field.of("logits.ids", ids, (kept,), "position"),
+            Field.of("logits.logprobs", "F16", (kept,), "position"),
         )
 
     def bytes_per_token(self, supervised_fraction: float = 1.0) -> float:
@@ -111,6 +123,11 @@ class Spec:
 
     def payload_bytes(self, tokens: int, positions: int) -> int:
         return sum(field.row_bytes * (positions if field.per == "position" else tokens) for field in self.fields())
+
+
+@cache
+def _fields(spec: Spec) -> tuple[Field, ...]:
+    return spec._fields()  # asked for once per sample read
 
 
 def header(spec: Spec, *, tokens: int, positions: int, metadata: Mapping[str, str]) -> bytes:

@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class ShardReader:
         shard = index.shard_of(number)
         offset, size = int(index.offset[number]), int(index.bytes[number])
         view = memoryview(self._map(shard))[offset : offset + size]
-        return unpack(view, self.spec, where=self.where(number))
+        return unpack(view, self.spec, where=partial(self.where, number))
 
     def where(self, number: int) -> str:
         """Shard file and member of a sample, for messages."""

@@ -8,17 +8,16 @@ sample = encoded.decode(spec)                              # Sample: ids, mask, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.errors import ArtifactError
 from pipeline.shards.codecs import decode_taps
-from pipeline.shards.layout import Spec, header, kept_positions
+from pipeline.shards.layout import SIZES, Spec, header, kept_positions
 
 _DTYPES = {
     "I32": torch.int32,
@@ -106,61 +105,62 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def read_header(buffer: Any, where: str) -> tuple[int, dict[str, Any]]:
+def read_header(buffer: Any, where: str | Callable[[], str]) -> tuple[int, dict[str, Any]]:
     """(start of the data, header table) of a safetensors buffer. Raises ArtifactError when it is not one."""
     length = int.from_bytes(bytes(buffer[:8]), "little")
     if not 2 <= length <= len(buffer) - 8:
-        raise ArtifactError(f"{where}: not a safetensors file (header of {length} bytes in {len(buffer)})")
+        raise ArtifactError(f"{_name(where)}: not a safetensors file (header of {length} bytes in {len(buffer)})")
     try:
         table = json.loads(bytes(buffer[8 : 8 + length]))
     except ValueError as error:
-        raise ArtifactError(f"{where}: damaged header ({error})") from error
+        raise ArtifactError(f"{_name(where)}: damaged header ({error})") from error
     return 8 + length, table
 
 
-def unpack(buffer: Any, spec: Spec, *, where: str) -> Encoded:
+def unpack(buffer: Any, spec: Spec, *, where: str | Callable[[], str]) -> Encoded:
     """View a member's bytes as tensors. Every dtype, shape and byte length is checked against the spec.
 
-    `buffer` is writable bytes (bytearray, private mmap); tensors share it. Raises ArtifactError naming the tensor.
+    `buffer` is writable bytes (bytearray, private mmap); tensors share it. `where` names the sample, or makes its name
+    when one is needed. Raises ArtifactError naming the tensor.
     """
     start, table = read_header(buffer, where)
     metadata = table.pop("__metadata__", {})
     expected = spec.fields()
-    if set(table) != {f.name for f in expected}:
-        raise ArtifactError(f"{where}: holds {sorted(table)}, expected {sorted(f.name for f in expected)}")
+    if len(table) != len(expected) or any(f.name not in table for f in expected):
+        raise ArtifactError(f"{_name(where)}: holds {sorted(table)}, expected {sorted(f.name for f in expected)}")
     tokens, end = table["ids"]["shape"][0], 0
     tensors = {}
     for f in expected:
         entry = table[f.name]
-        rows = entry["shape"][0]
+        shape, rows = entry["shape"], entry["shape"][0]
         size = rows * f.row_bytes
         if (
             entry["dtype"] != f.dtype
-            or tuple(entry["shape"][1:]) != f.row
+            or tuple(shape[1:]) != f.row
             or entry["data_offsets"] != [end, end + size]
             or (f.per == "token" and rows != tokens)
         ):
             raise ArtifactError(
-                f"{where}: {f.name} is {entry}, expected {f.dtype} of {f.row} per {f.per} at byte {end}"
+                f"{_name(where)}: {f.name} is {entry}, expected {f.dtype} of {f.row} per {f.per} at byte {end}"
             )
         if start + end + size > len(buffer):
-            raise ArtifactError(f"{where}: {f.name} ends at byte {start + end + size}, the member has {len(buffer)}")
-        flat = (
-            torch.frombuffer(
-                buffer, dtype=_DTYPES[f.dtype], count=size // f.row_bytes * _count(f.row), offset=start + end
+            raise ArtifactError(
+                f"{_name(where)}: {f.name} ends at byte {start + end + size}, the member has {len(buffer)}"
             )
-            if size
-            else torch.empty(0, dtype=_DTYPES[f.dtype])
-        )
-        tensors[f.name] = flat.view(rows, *f.row)
+        dtype = _DTYPES[f.dtype]
+        if size:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=size // SIZES[f.dtype], offset=start + end)
+        else:
+            flat = torch.empty(0, dtype=dtype)
+        tensors[f.name] = flat.view(shape) if f.row else flat
         end += size
     if start + end != len(buffer):
-        raise ArtifactError(f"{where}: {len(buffer)} bytes, its header accounts for {start + end}")
+        raise ArtifactError(f"{_name(where)}: {len(buffer)} bytes, its header accounts for {start + end}")
     return Encoded(tensors, metadata)
 
 
-def _count(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+def _name(where: str | Callable[[], str]) -> str:
+    return where if isinstance(where, str) else where()
 
 
 # ------------------------------------------------------------------------------------------------ decoding

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ class RollingReader(TokenRows):
         self._rows: dict[str, dict[str, Any]] = {}
         self._marking = threading.Lock()  # reader threads share the mark
         self._started = False
-        self.index = _Watched(**vars(self.index), asked=self._begin)
+        facts = {field.name: getattr(self.index, field.name) for field in fields(self.index)}
+        self.index = _Watched(**facts, asked=self._begin)
         self._write_mark()
 
     def batch(
