@@ -29,6 +29,7 @@ SMALLER = (
     "evaluate.max_new_tokens=16",
     "profile.max_batch_tokens=4",
 )
+TIMED_FILES = ("sps.json", "lab.json", "export_manifest.json")  # measured, or made from measurements
 TIMED = ("second", "speed", "latency", "overhead", "time")
 
 
@@ -64,21 +65,22 @@ def results(work_dir: Path) -> dict[str, Any]:
         found[f"{stage}/skipped"] = manifest["skipped"]
         for fact in manifest["files"]:
             name = fact["file"]
-            if Path(name).suffix in (".png", ".md") or Path(name).name in ("sps.json", "export_manifest.json"):
+            if Path(name).suffix in (".png", ".md") or Path(name).name in TIMED_FILES:
                 continue  # drawn from, or holding, timings
-            content = _content(folder / name)
+            content = _content(folder / name, work_dir)
             found[f"{stage}/{name}"] = fact["sha256"] if content is None else content
         if stage == "evaluate":
             found[f"{stage}/rows"] = [row["file"] for row in manifest["shards"]]  # their lines hold seconds
     return found
 
 
-def _content(path: Path) -> Any:
-    if path.suffix == ".json":
-        return _without_timings(read_json(path))
-    if path.suffix == ".jsonl":
-        return [_without_timings(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    return None
+def _content(path: Path, work_dir: Path) -> Any:
+    """Parsed, without timings and without the work directory's own name; None for what is compared by hash."""
+    if path.suffix not in (".json", ".jsonl"):
+        return None
+    text = path.read_text(encoding="utf-8").replace(str(work_dir.resolve()), "WORK")
+    documents = [text] if path.suffix == ".json" else text.splitlines()
+    return [_without_timings(json.loads(document)) for document in documents]
 
 
 def _without_timings(value: Any) -> Any:
