@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pipeline import __version__, progress, stopping
 from pipeline import config as configuration
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"stopped: {stop}. The same command goes on from here.")
         return stop.exit_code
     except DsparkError as error:
-        say(str(error), warning=True)
+        say(str(error), error=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -145,7 +146,20 @@ def load_config(arguments: argparse.Namespace) -> Config:
         base = configuration.load(arguments.config, arguments.overrides)
         debug = [*DEBUG_OVERRIDES, *_debug_limits(base), f"experiment={base.experiment}-debug"]
         say("debug overrides: " + " ".join(debug))
-    return configuration.load(arguments.config, [*debug, *arguments.overrides])
+    config = configuration.load(arguments.config, [*debug, *arguments.overrides])
+    _check_work_dir(config.work_dir)
+    return config
+
+
+def _check_work_dir(folder: Path) -> None:
+    """A path that cannot be a folder is refused before anything looks for artifacts below it."""
+    nearest = folder.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"work_dir: {folder} cannot be a folder: {nearest} is a file")
+    if not os.access(nearest, os.W_OK) or nearest.is_relative_to("/proc") or nearest.is_relative_to("/sys"):
+        raise ConfigError(f"work_dir: {folder} cannot be written below {nearest}")
 
 
 def _debug_limits(config: Config) -> list[str]:

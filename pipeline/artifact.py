@@ -204,12 +204,29 @@ class Artifact:
             raise ArtifactError("\n".join([*problems, "run `dspark repair` or remove the folder"]))
 
     def verify(self) -> list[str]:
-        """Names of files whose content does not hash to the manifest's value (missing ones included)."""
+        """Names of files whose content is not what the manifest states (missing ones included).
+
+        A damaged manifest, or a request that does not hash to the folder's name, is named itself.
+        """
+        try:
+            self.manifest()
+        except ArtifactError:
+            return ["manifest.json"]
         return [
-            name
-            for name, fact in self.facts().items()
-            if not (self.path / name).exists() or sha256_file(self.path / name) != fact["sha256"]
+            *self._bad_request(),
+            *(
+                name
+                for name, fact in self.facts().items()
+                if not (self.path / name).exists() or sha256_file(self.path / name) != fact["sha256"]
+            ),
         ]
+
+    def _bad_request(self) -> list[str]:
+        try:
+            same = digest(read_json(self.path / "request.json")) == self.fingerprint
+        except ArtifactError:
+            same = False
+        return [] if same else ["request.json"]
 
 
 @cache

@@ -75,6 +75,16 @@ __all__ = [
 class _Loader(yaml.SafeLoader):
     """Numbers as YAML 1.2 reads them: 24:00:00 is text (1.1 counts in sixties), 1e-3 is a number (1.1: text)."""
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """As usual, but a key given twice is refused: one of the two values would silently not count."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _Loader.yaml_implicit_resolvers = {
@@ -106,6 +116,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):

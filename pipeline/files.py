@@ -123,4 +123,6 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ArtifactError(f"{path}: not valid JSON ({error}); the file was cut or edited") from error
+        raise ArtifactError(
+            f"{path}: not valid JSON ({error}); the file was cut or edited. `dspark repair` makes it again"
+        ) from error

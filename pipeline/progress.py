@@ -46,15 +46,15 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def say(text: str = "", *, warning: bool = False, result: bool = False) -> None:
-    """One line (or block) for the user. Warnings and results reach the console even when quiet."""
+def say(text: str = "", *, warning: bool = False, error: bool = False, result: bool = False) -> None:
+    """One line (or block) for the user. Warnings, errors and results reach the console even when quiet."""
     if _console.log is not None:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         _console.log.write(f"{stamp} {text}\n")
-    if rank() == 0 and (warning or result or not _console.quiet):
-        stream = _console.stream or (sys.stderr if warning else sys.stdout)
+    if rank() == 0 and (warning or error or result or not _console.quiet):
+        stream = _console.stream or (sys.stderr if warning or error else sys.stdout)
         _clear(stream)
-        stream.write(f"warning: {text}\n" if warning else f"{text}\n")
+        stream.write(f"{'error: ' if error else 'warning: ' if warning else ''}{text}\n")
         stream.flush()
 
 

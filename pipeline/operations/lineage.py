@@ -62,6 +62,11 @@ def _find(config: Config, text: str, known: dict[tuple[str, str], Any]) -> tuple
         if text not in chain:
             raise ConfigError(f"lineage: stage {text} is off in this configuration")
         matches = [(text, chain[text].fingerprint)]
+        if matches[0] not in known:
+            others = ", ".join(fingerprint for stage, fingerprint in known if stage == text) or "none"
+            raise ConfigError(
+                f"lineage: {text} {matches[0][1]} of this configuration is not made yet; existing: {others}"
+            )
     else:
         name = Path(text).resolve().name if "/" in text else text
         matches = [key for key in known if key[1].startswith(name)]

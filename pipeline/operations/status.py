@@ -38,7 +38,10 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     }
     trace = {name: _trace(artifact.path / name) for name in (RUNNING, STOPPED, FAILED)}
     if artifact.complete:
-        manifest = artifact.manifest()
+        try:
+            manifest = artifact.manifest()
+        except ArtifactError as error:
+            return {**facts, "state": "damaged", "note": str(error)}
         samples = sum(row.get("samples", 0) for row in manifest["shards"])
         skipped = sum(manifest["skipped"].values())
         note = f"{samples} samples, {skipped} skipped, " if manifest["shards"] else ""

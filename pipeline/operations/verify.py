@@ -53,14 +53,15 @@ def repair(config: Config, arguments: argparse.Namespace) -> None:
     found = bad_files(artifacts)
     for name, files in found.items():
         artifact = artifacts[name]
-        stated = {fact["file"]: fact["sha256"] for key in ("shards", "files") for fact in artifact.manifest()[key]}
+        damaged = "manifest.json" in files
+        stated = {} if damaged else {file: fact["sha256"] for file, fact in artifact.facts().items()}
         say(f"repair: {name}: rebuilding {', '.join(files)}")
         for file in files:
             (artifact.path / file).unlink(missing_ok=True)
             artifact.forget(file)
-        artifact.manifest_path.unlink()
+        artifact.manifest_path.unlink(missing_ok=True)
         run_chain(config, [name])
-        differ = [file for file in files if artifact.facts().get(file, {}).get("sha256") != stated[file]]
+        differ = [file for file in files if artifact.facts().get(file, {}).get("sha256") != stated.get(file)]
         if differ:
             say(
                 f"{name}: {', '.join(differ)} came out different from before (another machine, library or dtype?); "

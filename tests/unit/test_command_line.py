@@ -90,3 +90,17 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
         main([name, "--help"])
     assert ending.value.code == 0
     assert f"example: dspark {name}" in capsys.readouterr().out
+
+
+def test_a_work_dir_that_cannot_be_a_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refused(capsys, "verify", "-c", DEBUG, f"work_dir={tmp_path / 'file'}")
+    assert "cannot be written" in refused(capsys, "data", "-c", DEBUG, "work_dir=/proc/x")
+
+
+def test_files_that_are_no_configuration_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refused(capsys, "status", "-c", str(path))
+    path.write_text("experiment: a\nexperiment: b\n")
+    assert "given twice" in refused(capsys, "status", "-c", str(path))

@@ -114,3 +114,18 @@ def test_gc_lists_and_deletes_only_what_no_experiment_reaches(
     assert main(["gc", *words(work_dir), "--yes"]) == 0
     assert not loose.path.exists()
     assert data.exists()
+
+
+def test_an_edited_request_or_a_damaged_manifest_is_named_and_repaired(
+    work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = data / "request.json"
+    request.write_text(request.read_text().replace('"seed": 0', '"seed": 1'))
+    assert main(["verify", *words(work_dir)]) == 4
+    assert "request.json: damaged" in capsys.readouterr().err
+    assert main(["repair", *words(work_dir)]) == 0
+    (data / "manifest.json").write_text("{")
+    assert main(["status", *words(work_dir), "--json"]) == 0
+    assert main(["verify", *words(work_dir)]) == 4
+    assert main(["repair", *words(work_dir)]) == 0
+    assert main(["verify", *words(work_dir)]) == 0
