@@ -21,11 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.speculative.teacher import DraftVocabulary, Head, Teacher, head_logits, product
+from pipeline.speculative.teacher import DraftVocabulary, Head, Teacher, Workspace, head_logits, product
 
 Divergence = Literal["tv", "kl"]
 
-_BUFFER_ELEMENTS = 2**24
+# Work buffers are kept near the caches (2**23 numbers, 32 MB in fp32), but never so short that products become slow.
+_BUFFER_ELEMENTS, _FEWEST_SLOTS = 2**23, 128
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def slot_loss(
 def chunk_bounds(rows_S: Tensor, chunk: int, vocabulary: int) -> list[tuple[int, int]]:
     """Cut S sorted slots into runs of at most `chunk`, never between two slots of one teacher row (unless one row's
     slots alone are more), so that no target distribution is needed twice."""
-    limit = max(1, min(chunk, _BUFFER_ELEMENTS // vocabulary))
+    limit = max(1, min(chunk, max(_FEWEST_SLOTS, _BUFFER_ELEMENTS // vocabulary)))
     counts = torch.unique_consecutive(rows_S.cpu(), return_counts=True)[1].tolist()
     bounds, start, end = [], 0, 0
     for count in counts:
@@ -152,15 +153,11 @@ class _Accumulator:
         self.d_hidden_SD = torch.zeros_like(hidden_SD) if gradients else None
         self.d_markov_Sr = torch.zeros_like(markov_Sr) if gradients and markov_Sr is not None else None
         self.d_w2_Cr = torch.zeros_like(w2_Cr, dtype=self.dtype) if gradients and w2_Cr is not None else None
-        self.buffers: dict[str, Tensor] = {}
+        self.work = Workspace(hidden_SD.device)
 
-    def buffer(self, name: str, rows: int) -> Tensor:
-        """A [rows, C] view of a work buffer that later chunks reuse: fresh memory is mapped page by page, slowly."""
-        found = self.buffers.get(name)
-        if found is None or found.shape[0] < rows:
-            vocabulary = self.problem.draft_head.weight_VD.shape[0]
-            found = self.buffers[name] = self.hidden_SD.new_empty((rows, vocabulary), dtype=self.dtype)
-        return found[:rows]
+    def buffer(self, name: str, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A work buffer [rows, C]."""
+        return self.work.get(name, rows, self.problem.draft_head.weight_VD.shape[0], dtype or self.dtype)
 
     def add(self, start: int, end: int) -> None:
         """Statistics and gradients of the slots start ... end - 1."""
@@ -168,7 +165,7 @@ class _Accumulator:
         kl = problem.divergence == "kl"
         z_cC, slope_cC = self.logits(here)
         used_P, law_row_c = torch.unique_consecutive(problem.rows_S[here], return_inverse=True)
-        law = problem.teacher.law(used_P, problem.words, self.dtype, problem.target_head)
+        law = problem.teacher.law(used_P, problem.words, self.dtype, problem.target_head, self.work)
         labels_c1 = problem.labels_S[here].clamp(min=0)[:, None]
         best_c1 = law.best_P[law_row_c][:, None]
 
@@ -191,38 +188,38 @@ class _Accumulator:
             ratio_c = weight_c / (1 - outside_c)
             g_cC = difference_cC.mul_(ratio_c[:, None]).addcmul_(p_cC, (ce_c + weight_c - ratio_c)[:, None])
         else:
-            s_cC = difference_cC.sign_()
-            mean_c = torch.linalg.vecdot(p_cC, s_cC)
-            g_cC = s_cC.mul_(weight_c[:, None]).add_((ce_c - weight_c * mean_c)[:, None]).mul_(p_cC)
+            signed_cC = difference_cC.sign_().mul_(p_cC)
+            mean_c = signed_cC.sum(1)
+            g_cC = signed_cC.mul_(weight_c[:, None]).addcmul_(p_cC, (ce_c - weight_c * mean_c)[:, None])
         g_cC.scatter_add_(1, labels_c1, -ce_c[:, None])
         self.spread(g_cC, slope_cC, here)
 
     def logits(self, here: slice) -> tuple[Tensor, Tensor | None]:
         """Draft logits of a chunk, and where a soft-cap bends the head its slope at every logit."""
-        head = self.problem.draft_head
-        z_cC = head_logits(self.hidden_SD[here], head, self.dtype, out=self.buffer("z", here.stop - here.start))
+        head, slots = self.problem.draft_head, here.stop - here.start
+        z_cC = head_logits(self.hidden_SD[here], head, self.buffer("z", slots), self.work)
         slope_cC = None
         if head.softcap is not None and self.gradients:
-            slope_cC = self.buffer("slope", here.stop - here.start).copy_(z_cC).div_(head.softcap)
+            slope_cC = self.buffer("slope", slots).copy_(z_cC).div_(head.softcap)
             slope_cC.square_().neg_().add_(1)
         if self.markov_Sr is not None and self.w2_Cr is not None:
-            product(self.markov_Sr[here], self.w2_Cr, z_cC, add=True)
+            product(self.markov_Sr[here], self.w2_Cr, z_cC, self.work, add=True)
         return z_cC, slope_cC
 
     def spread(self, g_cC: Tensor, slope_cC: Tensor | None, here: slice) -> None:
         """Send the gradient of the logits on to the hidden states, the Markov vectors and W2."""
-        narrow = self.hidden_SD.dtype
+        narrow = self.hidden_SD.dtype != self.dtype
+        factor_cC = self.buffer("narrow", len(g_cC), self.hidden_SD.dtype).copy_(g_cC) if narrow else g_cC
         if self.markov_Sr is not None and self.w2_Cr is not None:
-            bias_cC = g_cC.to(narrow)
-            torch.mm(bias_cC, self.w2_Cr, out=self.d_markov_Sr[here])  # type: ignore[index]
-            if narrow == self.dtype:
-                self.d_w2_Cr.addmm_(bias_cC.t(), self.markov_Sr[here])  # type: ignore[union-attr]
+            torch.mm(factor_cC, self.w2_Cr, out=self.d_markov_Sr[here])  # type: ignore[index]
+            if narrow:
+                self.d_w2_Cr.add_((factor_cC.t() @ self.markov_Sr[here]).to(self.dtype))  # type: ignore[union-attr]
             else:
-                self.d_w2_Cr.add_(bias_cC.t() @ self.markov_Sr[here])  # type: ignore[union-attr]
+                self.d_w2_Cr.addmm_(factor_cC.t(), self.markov_Sr[here])  # type: ignore[union-attr]
         if slope_cC is not None:
-            g_cC.mul_(slope_cC)
+            factor_cC.mul_(slope_cC)
         head = self.problem.draft_head
-        torch.mm(g_cC.to(narrow), head.weight_VD, out=self.d_hidden_SD[here])  # type: ignore[index]
+        torch.mm(factor_cC, head.weight_VD, out=self.d_hidden_SD[here])  # type: ignore[index]
         if head.scale != 1.0:
             self.d_hidden_SD[here].mul_(head.scale)  # type: ignore[index]
 

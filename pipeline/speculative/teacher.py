@@ -15,6 +15,21 @@ import torch
 from torch import Tensor
 
 
+class Workspace:
+    """Buffers that successive chunks reuse: fresh memory is mapped page by page, which costs more than computing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def get(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """The buffer `name` as [rows, columns], content undefined; it overwrites what the same name held before."""
+        flat = self._flat.get((name, dtype))
+        if flat is None or flat.numel() < rows * columns:
+            flat = self._flat[name, dtype] = torch.empty(rows * columns, dtype=dtype, device=self._device)
+        return flat[: rows * columns].view(rows, columns)
+
+
 @dataclass(frozen=True)
 class Head:
     """The target's frozen output head, whole or cut to the rows of a draft vocabulary."""
@@ -96,7 +111,9 @@ class TopTeacher:
         total_P = probs_Pn.sum(1) + tail_P
         return probs_Pn / total_P[:, None], tail_P / total_P / max(others, 1)
 
-    def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
+    def law(
+        self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head, work: Workspace
+    ) -> Law:
         probs_Pn, uniform_P = self.probs(rows_P, dtype)
         ids_Pn = self.ids_Pn[rows_P].long()
         best_P = ids_Pn.gather(1, probs_Pn.argmax(1, keepdim=True)).squeeze(1)
@@ -131,14 +148,20 @@ class HiddenTeacher:
     def rows(self) -> int:
         return int(self.hidden_PD.shape[0])
 
-    def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
-        logits_PV = head_logits(self.hidden_PD[rows_P].to(head.weight_VD.dtype), head, dtype)
-        return _dense(logits_PV, words)
+    def law(
+        self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head, work: Workspace
+    ) -> Law:
+        hidden_PD = self.hidden_PD[rows_P].to(head.weight_VD.dtype)
+        out = work.get("target", rows_P.numel(), head.weight_VD.shape[0], dtype)
+        return _dense(head_logits(hidden_PD, head, out, work), words)
 
     def argmax(self, head: Head) -> Tensor:
         parts = self.hidden_PD.split(max(1, 2**24 // head.weight_VD.shape[0]))
-        best = [head_logits(part.to(head.weight_VD.dtype), head, torch.float32).argmax(1) for part in parts]
-        return torch.cat(best) if best else self.hidden_PD.new_zeros(0, dtype=torch.long)
+        work, best = Workspace(self.hidden_PD.device), [torch.zeros(0, dtype=torch.long, device=self.hidden_PD.device)]
+        for part in parts:
+            out = work.get("target", part.shape[0], head.weight_VD.shape[0], torch.float32)
+            best.append(head_logits(part.to(head.weight_VD.dtype), head, out, work).argmax(1))
+        return torch.cat(best)
 
 
 @dataclass(frozen=True)
@@ -151,8 +174,11 @@ class FullTeacher:
     def rows(self) -> int:
         return int(self.logits_PV.shape[0])
 
-    def law(self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head) -> Law:
-        return _dense(self.logits_PV[rows_P].to(dtype), words)
+    def law(
+        self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head, work: Workspace
+    ) -> Law:
+        out = work.get("target", rows_P.numel(), self.logits_PV.shape[1], dtype)
+        return _dense(out.copy_(self.logits_PV[rows_P]), words)
 
     def argmax(self, head: Head) -> Tensor:
         return self.logits_PV.argmax(1)
@@ -162,25 +188,24 @@ Teacher = TopTeacher | HiddenTeacher | FullTeacher
 
 
 def _dense(logits_PV: Tensor, words: DraftVocabulary | None) -> Law:
+    """The law of logits, which are overwritten."""
     best_P = logits_PV.argmax(1)
-    probs_PV = torch.softmax(logits_PV, dim=1)
+    probs_PV = logits_PV.sub_(logits_PV.gather(1, best_P[:, None])).exp_()
+    probs_PV.div_(probs_PV.sum(1, keepdim=True))
     if words is None:
         return Law(torch.zeros_like(probs_PV[:, 0]), best_P, probs_PV)
     inside_PC = probs_PV.index_select(1, words.ids_C)
     return Law((1 - inside_PC.sum(1)).clamp(min=0), words.labels(best_P), inside_PC)
 
 
-def head_logits(hidden_ND: Tensor, head: Head, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Logits [N, V] in `dtype` (fp32 or fp64), with the head's scale and soft-cap; hidden and head share a dtype.
+def head_logits(hidden_ND: Tensor, head: Head, out: Tensor, work: Workspace) -> Tensor:
+    """Logits [N, V] into `out` (fp32 or fp64), with the head's scale and soft-cap; hidden and head share a dtype.
 
     A bf16 product is not left with bf16 logits (S15). CUDA writes fp32 results. The CPU has no such product: there the
     rounded result y is followed by the product minus y, itself rounded, and the two are added in fp32, which keeps
     16 bits and is still faster than casting to fp32.
     """
-    weight = head.weight_VD
-    if out is None:
-        out = hidden_ND.new_empty((hidden_ND.shape[0], weight.shape[0]), dtype=dtype)
-    product(hidden_ND, weight, out)
+    product(hidden_ND, head.weight_VD, out, work)
     if head.scale != 1.0:
         out.mul_(head.scale)
     if head.softcap is not None:
@@ -188,7 +213,7 @@ def head_logits(hidden_ND: Tensor, head: Head, dtype: torch.dtype, out: Tensor |
     return out
 
 
-def product(a_ND: Tensor, b_VD: Tensor, out: Tensor, *, add: bool = False) -> None:
+def product(a_ND: Tensor, b_VD: Tensor, out: Tensor, work: Workspace, *, add: bool = False) -> None:
     """out = a @ b.T, or out += a @ b.T, with `out` in fp32 or fp64 whatever the dtype of a and b."""
     if a_ND.dtype == out.dtype:
         out.addmm_(a_ND, b_VD.t(), beta=1.0 if add else 0.0)
@@ -196,6 +221,9 @@ def product(a_ND: Tensor, b_VD: Tensor, out: Tensor, *, add: bool = False) -> No
         wide = torch.mm(a_ND, b_VD.t(), out_dtype=out.dtype)
         _ = out.add_(wide) if add else out.copy_(wide)
     else:
-        rounded = a_ND @ b_VD.t()
-        _ = out.add_(rounded) if add else out.copy_(rounded)
-        out.add_(rounded.addmm_(a_ND, b_VD.t(), beta=-1.0))
+        rows, columns = out.shape
+        wide = work.get("p", rows, columns, out.dtype)  # the draft's probabilities are not there yet
+        rounded = torch.mm(a_ND, b_VD.t(), out=work.get("narrow", rows, columns, a_ND.dtype))
+        # Adding a bf16 tensor to an fp32 one directly takes several times as long as copying it first.
+        _ = out.add_(wide.copy_(rounded)) if add else out.copy_(rounded)
+        out.add_(wide.copy_(rounded.addmm_(a_ND, b_VD.t(), beta=-1.0)))

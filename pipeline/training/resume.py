@@ -56,6 +56,11 @@ def find(artifact: Artifact, config: Config) -> Point:
         return Point()
     folder = _finished(config)
     snapshot = checkpoint.load(folder)
+    if config.train.steps is not None and config.train.steps <= snapshot.step:
+        raise ConfigError(
+            f"train.continue_from: train.steps is {config.train.steps}, the run already ended at step {snapshot.step}; "
+            "name the new total"
+        )
     return Point(snapshot, snapshot.step, snapshot.step, folder)
 
 
