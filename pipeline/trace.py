@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifact import Artifact, write_json
-from pipeline.errors import Stopped
+from pipeline.artifact import Artifact, read_json, write_json
+from pipeline.errors import ArtifactError, Stopped
 from pipeline.progress import rank
 
 HEARTBEAT_SECONDS = 5.0
@@ -84,8 +84,12 @@ def _heartbeat(path: Path) -> Iterator[None]:
 
 
 def alive(folder: Path) -> bool:
-    """Whether a run in this folder gave a sign of life in the last minute."""
+    """Whether a run works in this folder: a heartbeat in the last minute, and not from a process known to be gone."""
+    path = folder / RUNNING
     try:
-        return time.time() - (folder / RUNNING).stat().st_mtime < STALE_SECONDS
-    except OSError:
+        fresh = time.time() - path.stat().st_mtime < STALE_SECONDS
+        who = read_json(path)
+    except (OSError, ArtifactError):
         return False
+    here = who.get("host") == socket.gethostname()
+    return fresh and not (here and not Path(f"/proc/{who.get('pid')}").exists() and Path("/proc/self").exists())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,17 @@ def test_status_tells_running_failed_and_stopped_apart(work_dir: Path) -> None:
         raise Stopped("signal SIGUSR1")
     assert describe(artifact)["state"] == "stopped"
     assert "SIGUSR1" in describe(artifact)["note"]
+
+
+def test_status_does_not_call_a_killed_run_running(work_dir: Path) -> None:
+    artifact = resolve(config(work_dir))["tokens"]
+    artifact.create()
+    child = os.fork()
+    if child == 0:
+        with traced(artifact):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert describe(artifact)["state"] == "partial"
 
 
 def test_lineage_leads_back_to_the_sources_and_forward_to_what_was_made(
