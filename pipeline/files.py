@@ -42,11 +42,12 @@ def fsync_dir(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
+def atomic_path(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
     """Yield a temporary path in a hidden folder beside `target`; publish it (fsync, rename) if the block succeeds.
 
-    The temporary path may be written as a file or as a folder. A full disk becomes `StorageError`, and whatever stood
-    at `target` before is still there.
+    The temporary path may be written as a file or as a folder. With `keep_existing`, a folder that another process
+    published meanwhile stays: both hold the same, and a third may be reading it. A full disk becomes `StorageError`,
+    and whatever stood at `target` before is still there.
     """
     temporary = target.parent / ".tmp" / f"{socket.gethostname()}.{os.getpid()}.{target.name}"
     try:
@@ -57,9 +58,14 @@ def atomic_path(target: Path) -> Iterator[Path]:
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        if target.is_dir():
+        if target.is_dir() and not keep_existing:
             shutil.rmtree(target)
-        temporary.replace(target)
+        try:
+            temporary.replace(target)
+        except OSError as error:
+            if not (keep_existing and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+                raise
+            _remove(temporary)
         fsync_dir(target.parent)
     except OSError as error:
         _remove(temporary)

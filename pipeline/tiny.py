@@ -35,7 +35,7 @@ def make_tiny_target(config: Config) -> Path:
     assert config.target.tiny is not None
     say(f"making the tiny target {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder) as temporary:
+    with atomic_path(folder, keep_existing=True) as temporary:
         temporary.mkdir()
         _write(config.target.tiny, temporary)
     return folder

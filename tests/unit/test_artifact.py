@@ -81,6 +81,22 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def test_a_folder_somebody_reads_is_not_replaced_by_its_equal(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with atomic_path(target, keep_existing=True) as mine:
+        mine.mkdir()
+        (mine / "a").write_text("same")
+        child = os.fork()
+        if child == 0:
+            with atomic_path(target, keep_existing=True) as theirs:
+                theirs.mkdir()
+                (theirs / "a").write_text("same")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        before = (target / "a").stat().st_ino
+    assert (target / "a").stat().st_ino == before
+
+
 def test_publishing_twice_is_harmless(tmp_path: Path) -> None:
     artifact = make(tmp_path)
     artifact.create()

@@ -50,7 +50,7 @@ def test_s22_greedy_outputs_in_batches_of_eight_equal_the_targets_own(proof):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    count, limit = proof.size(8, 100), proof.size(8, 64)
+    count, limit = proof.size(8, 100), proof.size(24, 64)
     questions = [f"What is {n} times {n + 7}, and why does a {noun} need {n} legs?" for n in range(count // 4)
                  for noun in ("table", "spider", "robot", "chair")]  # fmt: skip
     prompts = [
