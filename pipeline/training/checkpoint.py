@@ -48,6 +48,11 @@ def load(folder: Path) -> Snapshot:
     facts = read_json(folder / "state.json")
     if facts.get("format") != FORMAT:
         raise ArtifactError(f"{folder / 'state.json'}: format {facts.get('format')}, this version reads {FORMAT}")
+    if (folder / "sharded").is_dir():
+        from pipeline.training import sharded
+
+        tensors = sharded.load(folder, facts["shapes"])
+        return Snapshot(tensors.pop(_WEIGHTS), tensors, facts)
     tensors = {}
     for kind in (_WEIGHTS, *MOMENTS):
         path = folder / f"{kind}.safetensors"
@@ -104,6 +109,10 @@ class Saver:
             (temporary / "state.json").write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
         with atomic_path(self.root / "latest") as temporary:
             temporary.write_text(folder.name + "\n", encoding="utf-8")
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove all but the newest `keep` checkpoints."""
         for old in _known(self.root)[: -self.keep]:
             shutil.rmtree(self.root / old, ignore_errors=True)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.artifact import atomic_path, read_json
 from pipeline.distributed import Engine
-from pipeline.training.checkpoint import Saver, random_state
+from pipeline.training import sharded
+from pipeline.training.checkpoint import FORMAT, Saver, folder_of, random_state
 from pipeline.training.journal import METRICS, TIMINGS, Journal
 from pipeline.training.state import Snapshot, gather
 
@@ -31,8 +32,12 @@ class Recorder:
         facts: dict[str, Any] | None = None,
         tracker: Any = None,
         advance: Advance | None = None,
+        spread: bool = False,
     ) -> None:
-        """`facts` go into every checkpoint's state.json; `advance(1, **shown)` moves a progress bar."""
+        """`facts` go into every checkpoint's state.json; `advance(1, **shown)` moves a progress bar; with `spread`
+        every rank writes its own part of a checkpoint, and only the end of the run is gathered."""
+        sharded.refuse(engine.ranks.engine, spread)
+        self.spread, self.shapes = spread, dict(shapes)
         self.engine, self.folder, self.tracker, self.advance = engine, folder, tracker, advance
         self.facts = facts or {}
         self.first = engine.ranks.rank == 0
@@ -66,6 +71,12 @@ class Recorder:
                 self.saver.submit_best(snapshot, self.best)
 
     def save(self, done: int) -> None:
+        if self.spread:
+            facts = {"format": FORMAT, "shapes": self.shapes, **self._facts(done)}
+            sharded.save(self.engine, self.folder / "checkpoints", folder_of(Path(), done).name, facts)
+            if self.saver is not None:
+                self.saver.prune()
+            return
         self.last = self._snapshot(done)
         if self.saver is not None:
             self.saver.submit(self.last)
@@ -75,9 +86,12 @@ class Recorder:
         if self.last is not None and self.last.step == done:
             return self.last
         snapshot = gather(self.engine)
-        random = self.engine.ranks.gather(random_state())
-        snapshot.facts = {**self.facts, "step": done, "engine": self.engine.ranks.engine, "random": random}
+        snapshot.facts = self._facts(done)
         return snapshot
+
+    def _facts(self, done: int) -> dict[str, Any]:
+        random = self.engine.ranks.gather(random_state())
+        return {**self.facts, "step": done, "engine": self.engine.ranks.engine, "random": random}
 
     def _read_best(self, start: int) -> dict[str, Any]:
         path = self.folder / "checkpoints" / "best" / "best.json"

@@ -18,7 +18,7 @@ from pipeline.draft.io import DESCRIPTION, TENSORS, save_drafter
 from pipeline.frozen import Frozen, load_frozen
 from pipeline.progress import say
 from pipeline.speculative.weights import describe
-from pipeline.training import setup
+from pipeline.training import checkpoint, setup
 from pipeline.training.batches import Schedule
 from pipeline.training.checkpoint import restore_random
 from pipeline.training.journal import METRICS
@@ -31,7 +31,7 @@ from pipeline.training.recorder import Recorder, publish
 from pipeline.training.resume import Point, check_frozen, find
 from pipeline.training.rows import CachedRows, Split
 from pipeline.training.sources import open_source
-from pipeline.training.state import load_moments, load_weights, shapes
+from pipeline.training.state import Snapshot, load_moments, load_weights, shapes
 from pipeline.training.terms import Terms
 
 
@@ -140,7 +140,7 @@ class Session:
         }
         recorder = Recorder(
             engine, self.context.artifact.path, start=point.start, keep=train.keep_checkpoints, shapes=expected,
-            facts=facts, tracker=self.context.tracker, advance=advance,
+            facts=facts, tracker=self.context.tracker, advance=advance, spread=train.sharded_checkpoints,
         )  # fmt: skip
         recipe = setup.recipe_of(
             config, self.frozen.vocab_size, token_ids, last_hidden=self.drafter.config.uses_last_hidden
@@ -161,10 +161,15 @@ class Session:
         if len(saved) == self.ranks.world:
             restore_random(saved[self.ranks.rank])
 
+    def _saved(self) -> Snapshot | None:
+        """The newest checkpoint on disk: what a sharded save, or a run that had nothing left to do, ends with."""
+        folder = checkpoint.latest(self.context.artifact.path / "checkpoints")
+        return None if folder is None else checkpoint.load(folder)
+
     def publish(self, recorder: Recorder) -> None:
         """Write `draft/`, the curves and the manifest (rank 0, after the last step)."""
         context, artifact = self.context, self.context.artifact
-        snapshot = recorder.last or self.point.snapshot
+        snapshot = recorder.last or self._saved()
         assert snapshot is not None and snapshot.step == self.total
         tables = {name: value for name, value in self.drafter.named_buffers() if name in ("d2t", "t2d")}
         tokens = context.chain["tokens"].manifest()

@@ -70,6 +70,17 @@ def gather(engine: Engine, *, everywhere: bool = False) -> Snapshot:
     return Snapshot(weights, moments)
 
 
+def torch_state(engine: Engine) -> dict[str, dict[str, Tensor]]:
+    """Weights and moments as the engine holds them, spread or whole (not under DeepSpeed)."""
+    state = _torch_optimizer(engine).state
+    found: dict[str, dict[str, Tensor]] = {"weights": {}, **{kind: {} for kind in MOMENTS}}
+    for name, parameter in _parameters(engine):
+        found["weights"][name] = parameter.detach()
+        for kind in MOMENTS:
+            found[kind][name] = state[parameter][kind]
+    return found
+
+
 def load_weights(objective: nn.Module, snapshot: Snapshot, where: str) -> None:
     """Put a snapshot's weights into a module that no engine has wrapped yet."""
     check(snapshot.weights, shapes(objective), where)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.errors import ConfigError
+from tests.conftest import Proof
 from tests.distributed.training import STEPS, steps
 from tests.ranks import run_ranks
 from tests.unit.training.world import DRAFT
@@ -42,6 +44,23 @@ def test_every_engine_gives_the_losses_of_one_rank(engine: str, world: int, alon
         assert (weights[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
+BF16_TOLERANCE = 2e-3  # measured: 3e-4 on the losses of 12 steps; other splits round differently
+
+
+@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("zero3", 2), ("fsdp2", 2)])
+def test_bf16_stays_close_to_one_rank_in_bf16(engine: str, world: int, bf16_alone, tmp_path: Path) -> None:
+    """Weights, moments and reductions stay fp32 (S15), so engines differ by the rounding of their splits only."""
+    results = run_ranks(steps, world, engine, str(tmp_path), STEPS, torch.bfloat16, needs=NEEDS)
+    assert [line["loss"] for line in results[0][0]] == pytest.approx(bf16_alone, rel=BF16_TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def bf16_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = str(tmp_path_factory.mktemp("bf16"))
+    ((lines, _),) = run_ranks(steps, 1, "single", folder, STEPS, torch.bfloat16, needs=NEEDS)
+    return [line["loss"] for line in lines]
+
+
 RELAY = [("ddp", 2, 3), ("zero2", 2, 6), ("fsdp2", 1, 9), ("zero3", 2, STEPS)]
 
 
@@ -73,11 +92,33 @@ def _family(engine: str, folder: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", FAMILY)
-def test_every_drafter_trains_alike_where_its_weights_are_spread(kind: str, tmp_path: Path) -> None:
+def test_every_drafter_trains_alike_where_its_weights_are_spread(kind: str, tmp_path: Path, proof: Proof) -> None:
     """ZeRO-3 and FSDP2 gather weights around the forwards of modules: 4 steps equal those of one rank."""
+    if kind not in ("rnn", "eagle3") and not proof.full:
+        pytest.skip("the other drafters are part of `make prove`")
     ((alone, weights),) = run_ranks(_family, 1, "single", str(tmp_path / "single"), kind, needs=NEEDS)
     for engine in ("zero3", "fsdp2"):
         results = run_ranks(_family, 2, engine, str(tmp_path / engine), kind, needs=NEEDS)
         close(results[0][0], alone, 1e-4)
         for name, value in weights.items():
             assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), (engine, name)
+
+
+def _spread(engine: str, folder: str, stop: int) -> Any:
+    return steps(engine, folder, stop, sharded_checkpoints=True)
+
+
+def test_a_sharded_checkpoint_resumes_elsewhere(alone, tmp_path: Path) -> None:
+    """FSDP2 x2 writes its parts, one rank reads them whole, DDP x2 goes on: the steps of one uninterrupted rank."""
+    lines = run_ranks(_spread, 2, "fsdp2", str(tmp_path), 5, needs=NEEDS)[0][0]
+    assert (tmp_path / "checkpoints" / "step-000005" / "sharded").is_dir()
+    lines += run_ranks(_spread, 1, "single", str(tmp_path), 8, needs=NEEDS)[0][0]
+    results = run_ranks(steps, 2, "ddp", str(tmp_path), STEPS, needs=NEEDS)
+    close(lines + results[0][0], alone[0], 1e-4)
+    for name, value in alone[1].items():
+        assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def test_sharded_checkpoints_are_refused_where_state_only_gathers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="zero2 checkpoints are gathered; use single, ddp, fsdp2"):
+        run_ranks(_spread, 2, "zero2", str(tmp_path), 2, needs=NEEDS)

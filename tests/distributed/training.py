@@ -35,7 +35,11 @@ def prepare(ranks: Ranks, made: World, folder: Path) -> tuple[Engine, Recorder, 
     if snapshot is not None:
         start = snapshot.step
         load_moments(engine, snapshot, start)
-    return engine, Recorder(engine, folder, start=start, keep=2, shapes=expected), start
+    return (
+        engine,
+        Recorder(engine, folder, start=start, keep=2, shapes=expected, spread=made.train.sharded_checkpoints),
+        start,
+    )
 
 
 def steps(
