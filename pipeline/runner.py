@@ -11,18 +11,21 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline import chain as chain_table
-from pipeline import preflight, progress, stopping
+from pipeline import preflight, progress, stopping, usage
 from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext
 from pipeline.config import Config, dump
-from pipeline.errors import ArtifactError, DsparkError, Stopped
+from pipeline.errors import ArtifactError, ConfigError, Stopped
 from pipeline.progress import say
 from pipeline.trace import STOPPED, traced
 from pipeline.tracking.redact import redact_text
+
+Start = Callable[[Config, str, dict[str, Artifact]], None]
 
 
 def prepare(config: Config) -> dict[str, Artifact]:
@@ -31,15 +34,17 @@ def prepare(config: Config) -> dict[str, Artifact]:
     return chain_table.resolve(config)
 
 
-def run_chain(config: Config, stages: Sequence[str] | None = None) -> dict[str, Artifact]:
-    """Run the given stages (default: all active ones) in order. Finished ones are skipped."""
+def run_chain(
+    config: Config, stages: Sequence[str] | None = None, start: Start | None = None
+) -> dict[str, Artifact]:
+    """Run the given stages (default: all active ones) in order, each by `start` (default: `run_stage`)."""
     artifacts = prepare(config)
     if "export" in (stages or artifacts):
         preflight.check_export(config)
     for name in stages or list(artifacts):
         if name not in artifacts:
-            raise DsparkError(f"stage {name} is off in this configuration (active: {', '.join(artifacts)})")
-        run_stage(config, name, artifacts)
+            raise ConfigError(f"stage {name} is off in this configuration (active: {', '.join(artifacts)})")
+        (start or run_stage)(config, name, artifacts)
     return artifacts
 
 
@@ -64,7 +69,11 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
         return
     started = time.monotonic()
     say(f"{name}: {artifact.path}")
-    with _tracked(config, name, artifact, inputs) as tracker, traced(artifact):
+    with (
+        _tracked(config, name, artifact, inputs) as tracker,
+        traced(artifact),
+        usage.recorded(artifact.path, tracker.metrics),
+    ):
         stage = importlib.import_module(f"pipeline.stages.{name}")
         stage.run(StageContext(config, artifact, inputs, tracker, artifacts))
     if artifact.complete:
@@ -76,7 +85,7 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
 
 
 @contextlib.contextmanager
-def _tracked(config: Config, name: str, artifact: Artifact, inputs: dict[str, Artifact]) -> Iterator[object]:
+def _tracked(config: Config, name: str, artifact: Artifact, inputs: dict[str, Artifact]) -> Iterator[Any]:
     from pipeline.tracking import open_tracker
 
     tracker = open_tracker(config, name, artifact, inputs=inputs)
