@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.case("DAT-01")
 @pytest.mark.case("DAT-02")
 @pytest.mark.parametrize("rule", ["generated", "label"])
 @pytest.mark.parametrize("kind", KINDS)
