@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.progress import say
+from pipeline.tracking import models
 from pipeline.tracking.journal import Journal, Sent
 from pipeline.tracking.redact import redact_text
 
 _FLUSH_SECONDS = 2.0
 _RETRY_SECONDS = (2.0, 5.0, 15.0, 60.0)
-_MAX_FILE_BYTES = 50_000_000
 _TEXT = {".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".log", ".html", ".csv"}
 _METRICS_PER_CALL, _PARAMS_PER_CALL, _VALUE_LENGTH = 1000, 100, 5000
 
@@ -156,6 +156,7 @@ class Delivery(threading.Thread):
     # ------------------------------------------------------------------------------------------ events
 
     def _send(self, events: list[dict[str, Any]]) -> None:
+        """Models come last: a registry that fails must not keep the run from showing how it ended."""
         run_id = self.sent.facts["run_id"]
         metrics: list[Any] = []
         for event in events:
@@ -174,6 +175,9 @@ class Delivery(threading.Thread):
             elif "status" in event:
                 self._status(run_id, event)
         self._log(run_id, metrics=metrics)
+        for event in events:
+            if "model" in event:
+                models.register(self._client, run_id, event["model"])
 
     def _metrics(self, event: dict[str, Any]) -> list[Any]:
         from mlflow.entities import Metric
@@ -200,8 +204,8 @@ class Delivery(threading.Thread):
         if not path.is_file():
             say(f"tracking: {path} was gone before it could be sent", warning=True)
             return
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            say(f"tracking: {path} is larger than {_MAX_FILE_BYTES:,} bytes and stays where it is", warning=True)
+        if path.stat().st_size > models.MAX_FILE_BYTES:
+            say(f"tracking: {path} is larger than {models.MAX_FILE_BYTES:,} bytes and stays where it is", warning=True)
             return
         folder = event.get("folder") or None
         if path.suffix not in _TEXT:

@@ -1,8 +1,8 @@
 """What a run wants tracked, as lines of a local file: the buffer that outlives servers and processes.
 
 One JSON object a line, in order, with its time: `{"t": 1700000000000, "step": 3, "metrics": {"loss": 2.1}}`, or
-`params`, `tags`, `file`, `status` in place of `metrics`. A resumed run replays steps it had already written (it goes
-back to its last checkpoint); those are recognised by step and dropped, so every metric is there once.
+`params`, `tags`, `file`, `model`, `status` in place of `metrics`. A resumed run replays steps it had already written
+(it goes back to its last checkpoint); those are recognised by step and dropped, so every metric is there once.
 """
 
 from __future__ import annotations

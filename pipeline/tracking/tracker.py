@@ -36,6 +36,9 @@ class Tracker:
     def file(self, path: Path | str, folder: str = "") -> None:
         """Attach a file, under `folder`. It is read when it is sent, so it should be final."""
 
+    def model(self, name: str, folder: Path, description: str, tags: Mapping[str, str]) -> None:
+        """Register a folder's files as a version of model `name`. They are read when they are sent."""
+
     def tags(self, values: Mapping[str, Any]) -> None:
         """Notes on the run."""
 
@@ -93,6 +96,11 @@ class MlflowTracker(Tracker):
         inside = path.is_relative_to(self._artifact.path)
         name = path.relative_to(self._artifact.path) if inside else path.resolve()
         self._journal.event(file=str(name), folder=folder)
+
+    @_quietly
+    def model(self, name: str, folder: Path, description: str, tags: Mapping[str, str]) -> None:
+        text, facts = redact_text(description), redact(dict(tags))
+        self._journal.event(model={"name": name, "folder": str(folder.resolve()), "description": text, "tags": facts})
 
     @_quietly
     def tags(self, values: Mapping[str, Any]) -> None:
