@@ -9,7 +9,8 @@ in batches. So a slow, dead or absent server costs one warning, and what was not
 opens or reuses the artifact, each metric once. A resumed stage goes on in the same MLflow run.
 """
 
+from pipeline.tracking.parent import attach
 from pipeline.tracking.redact import redact, redact_text
 from pipeline.tracking.tracker import NullTracker, Tracker, note_reuse, open_tracker
 
-__all__ = ["NullTracker", "Tracker", "note_reuse", "open_tracker", "redact", "redact_text"]
+__all__ = ["NullTracker", "Tracker", "attach", "note_reuse", "open_tracker", "redact", "redact_text"]

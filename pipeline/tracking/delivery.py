@@ -114,7 +114,7 @@ class Delivery(threading.Thread):
         parent, place = self.place.parent, self.place
         if not self._exists(parent.facts.get("run_id")):
             run_id = self._make(experiment, parent, place.experiment, {"dspark.kind": "parent"})
-            parent.update(run_id=run_id, experiment_id=experiment)
+            parent.update(run_id=run_id, experiment_id=experiment, sent_bytes=0)
         if not self._exists(self.sent.facts.get("run_id")):
             tags = {**place.tags, "dspark.kind": "stage", "mlflow.parentRunId": parent.facts["run_id"]}
             run_id = self._make(experiment, self.sent, place.run_name, tags)

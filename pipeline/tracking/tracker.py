@@ -16,6 +16,7 @@ from pipeline.config import Config, Section
 from pipeline.progress import say
 from pipeline.tracking.delivery import Delivery, Place
 from pipeline.tracking.journal import Journal, Sent
+from pipeline.tracking.places import artifact_location, parent_folder, reuse_folder, store_uri
 from pipeline.tracking.redact import redact, redact_text
 from pipeline.tracking.system import SystemMetrics
 
@@ -93,8 +94,8 @@ class MlflowTracker(Tracker):
     @_quietly
     def file(self, path: Path | str, folder: str = "") -> None:
         path = Path(path)
-        inside = path.is_relative_to(self._artifact.path)
-        name = path.relative_to(self._artifact.path) if inside else path.resolve()
+        home = self._journal.folder.parent  # of a reused artifact's journal: not the artifact
+        name = path.relative_to(home) if path.is_relative_to(home) else path.resolve()
         self._journal.event(file=str(name), folder=folder)
 
     @_quietly
@@ -150,7 +151,7 @@ def note_reuse(config: Config, stage: str, artifact: Artifact, *, inputs: Mappin
 
 
 def _note_reuse(config: Config, stage: str, artifact: Artifact, inputs: Mapping[str, Artifact]) -> None:
-    own, here = artifact.path / "tracking", _reuse_folder(config, artifact)
+    own, here = artifact.path / "tracking", reuse_folder(config, artifact)
     for folder in (own, here):
         if _unsent(config, folder):
             _, delivery = _connect(config, stage, artifact, folder)
@@ -184,22 +185,15 @@ def _connect(config: Config, stage: str, artifact: Artifact, folder: Path) -> tu
     journal, sent = Journal(folder), Sent(folder, store)
     if "experiment" not in sent.facts:
         sent.update(experiment=experiment, uri=redact_text(uri))
-    location = config.tracking.artifact_location
-    if location is None and uri.startswith("sqlite:"):
-        location = str(config.work_dir.resolve() / "mlartifacts" / experiment)
     place = Place(
         uri=uri,
-        artifact_location=location,
+        artifact_location=artifact_location(config, experiment),
         experiment=experiment,
-        parent=Sent(config.work_dir / "runs" / experiment / ".tracking", store),
+        parent=Sent(parent_folder(config, experiment), store),
         run_name=f"{stage} {artifact.fingerprint[:6]}",
         tags={"stage": stage, "fingerprint": artifact.fingerprint, "artifact": str(artifact.path.resolve())},
     )
     return journal, Delivery(journal, sent, place)
-
-
-def _reuse_folder(config: Config, artifact: Artifact) -> Path:
-    return config.work_dir / "runs" / config.experiment / ".tracking" / f"{artifact.stage}-{artifact.fingerprint}"
 
 
 def _unsent(config: Config, folder: Path) -> bool:
@@ -212,12 +206,6 @@ def _experiment_of(folder: Path) -> str | None:
     """The experiment whose run wrote this journal first."""
     records = sorted(folder.glob("*.json"))
     return read_json(records[0]).get("experiment") if records else None
-
-
-def store_uri(config: Config) -> str:
-    """`tracking.uri`, else MLFLOW_TRACKING_URI, else an sqlite file in the work directory."""
-    default = f"sqlite:///{config.work_dir.resolve() / 'mlflow.db'}"
-    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or default
 
 
 def _shown(config: Config, stage: str) -> dict[str, Any]:
