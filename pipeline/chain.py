@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.artifact import FORMAT, Artifact
 from pipeline.config import Config, Section, result_fields
 from pipeline.errors import ConfigError
-from pipeline.identity import Hashes, source_identity, target_folder, target_identity
+from pipeline.identity import Hashes, prompt_sets_identity, source_identity, target_folder, target_identity
 
 Names = tuple[str, ...]
 
@@ -43,17 +43,41 @@ def _teacher(config: Config) -> Names:
     return ("tokens",) if config.targets.mode == "live" else ("targets",)
 
 
-def _sources(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {"sources": [source_identity(config, source) for source in config.data.sources]}
-    if config.data.decontaminate is not None and (files := _files(config, config.data.decontaminate.prompt_sets)):
-        found["prompt_files"] = files
+def _together(*parts: Callable[[Config], dict[str, Any]]) -> Callable[[Config], dict[str, Any]]:
+    """What all parts find. Raises ConfigError with the problems of every one of them."""
+
+    def found(config: Config) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        problems: list[str] = []
+        for part in parts:
+            try:
+                facts.update(part(config))
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return facts
+
     return found
 
 
-def _files(config: Config, names: Names) -> dict[str, str]:
-    """Hashes of the prompt sets that are local files, by file name."""
-    hashes = Hashes(config.work_dir)
-    return {Path(name).name: hashes.file(Path(name)) for name in names if Path(name).is_file()}
+def _sources(config: Config) -> dict[str, Any]:
+    problems: list[str] = []
+    found = []
+    for index, source in enumerate(config.data.sources):
+        try:
+            found.append(source_identity(config, source))
+        except ConfigError as error:
+            problems += [f"data.sources.{index}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return {"sources": found}
+
+
+def _forbidden_sets(config: Config) -> dict[str, Any]:
+    names = config.data.decontaminate.prompt_sets if config.data.decontaminate else ()
+    sets = prompt_sets_identity(config, names, setting="data.decontaminate.prompt_sets")
+    return {key: value for key, value in sets.items() if value}
 
 
 def _template_file(config: Config) -> dict[str, Any]:
@@ -85,8 +109,9 @@ def _checkpoints(config: Config) -> dict[str, Any]:
     return found
 
 
-def _prompt_files(config: Config) -> dict[str, Any]:
-    return {"prompt_files": _files(config, config.evaluate.prompt_sets)}
+def _prompt_sets(config: Config) -> dict[str, Any]:
+    sets = prompt_sets_identity(config, config.evaluate.prompt_sets, setting="evaluate.prompt_sets", heldout=True)
+    return sets if sets["benchmarks"] else {"prompt_files": sets["prompt_files"]}
 
 
 def _recorded(config: Config) -> dict[str, Any]:
@@ -99,7 +124,7 @@ def _recorded(config: Config) -> dict[str, Any]:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("data", ("data", "seed"), lambda config: (), ranks="shards", also=_sources),
+        Stage("data", ("data", "seed"), lambda config: (), ranks="shards", also=_together(_sources, _forbidden_sets)),
         Stage(
             "answers", ("answers", "template", "seed"), lambda config: ("data",), True, "shards", also=_template_file
         ),
@@ -111,7 +136,7 @@ STAGES: dict[str, Stage] = {
             _teacher,
             True,
             "all",
-            also=lambda config: {**_live(config), **_checkpoints(config)},
+            also=_together(_live, _checkpoints),
         ),
         Stage(
             "calibrate",
@@ -119,7 +144,7 @@ STAGES: dict[str, Stage] = {
             lambda config: ("train", "data"),
             True,
             "shards",
-            also=lambda config: {**_template_file(config), **_recorded(config)},
+            also=_together(_template_file, _recorded),
         ),
         Stage("profile", ("profile",), lambda config: (), True),
         Stage(
@@ -128,7 +153,7 @@ STAGES: dict[str, Stage] = {
             lambda config: ("train", "data", "calibrate", "profile"),
             True,
             "shards",
-            also=lambda config: {**_template_file(config), **_prompt_files(config)},
+            also=_together(_template_file, _prompt_sets),
         ),
         Stage("export", ("export",), lambda config: ("train", "calibrate", "profile", "evaluate"), True),
     )
@@ -164,7 +189,7 @@ def resolve(config: Config) -> dict[str, Artifact]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     chain: dict[str, Artifact] = {}
     for name in active(config):
         stage = STAGES[name]

@@ -1,4 +1,4 @@
-"""What external inputs *are*: hashes of local files, resolved revisions of hub ids, versions of demo packages.
+"""What external inputs *are*: hashes of local files, commits of hub ids, versions of demo packages.
 
 Fingerprints rest on these. A local file is hashed once and remembered by (path, size, mtime) in the work directory, so
 asking again costs a `stat`. Imports no torch.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import json
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import digest, sha256_file, write_json
+from pipeline.benchmarks import BENCHMARKS, HELDOUT
 from pipeline.config import Config, Source, Target
 from pipeline.errors import ArtifactError, ConfigError
 
@@ -105,14 +108,14 @@ def hub_revision(target: Target) -> str:
 
 
 def source_identity(config: Config, source: Source) -> dict[str, Any]:
-    """Content hashes of local files, the package version behind a demo set, or a hub revision."""
+    """Content hashes of local files, the package version behind a demo set, or the commit of a hub data set."""
     if source.demo is not None:
         package = _DEMO_PACKAGES[source.demo]
         try:
             return {"package": package, "version": importlib.metadata.version(package)}
         except importlib.metadata.PackageNotFoundError as error:
             raise ConfigError(
-                f"data.sources: demo {source.demo} needs {package}; install the demo extra: pip install -e '.[demo]'"
+                f"demo {source.demo} needs {package}; install the demo extra: pip install -e '.[demo]'"
             ) from error
     files = local_files(str(source.path))
     if files:
@@ -120,8 +123,62 @@ def source_identity(config: Config, source: Source) -> dict[str, Any]:
         return {"files": [[path.name, hashes.file(path)] for path in files]}
     text = str(source.path)
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or Path(text).suffix:
-        raise ConfigError(f"data.sources: {text}: no such file, and not a hub id (owner/name)")
-    return {"hub": text, "revision": source.revision or "main"}
+        raise ConfigError(f"{text}: no such file, and not a hub id (owner/name)")
+    return {"hub": text, "revision": hub_commit(text, source.revision)}
+
+
+def prompt_sets_identity(
+    config: Config, names: Sequence[str], *, setting: str, heldout: bool = False
+) -> dict[str, dict[str, str]]:
+    """Hashes of the prompt sets that are files, commits of those that lie on the hub.
+
+    Raises ConfigError naming `setting` and every set that is neither. `heldout` says whether that split may be named.
+    """
+    files: dict[str, str] = {}
+    benchmarks: dict[str, str] = {}
+    problems: list[str] = []
+    hashes = Hashes(config.work_dir)
+    for name in names:
+        try:
+            if Path(name).is_file():
+                short = Path(name).name
+                files[short if short not in files else name] = hashes.file(Path(name))
+            elif name in BENCHMARKS:
+                benchmarks[name] = hub_commit(BENCHMARKS[name].repository, None)
+            elif name != HELDOUT:
+                known = ", ".join([HELDOUT, *BENCHMARKS])
+                problems.append(f"{setting}: {name!r}: no such file, and not one of {known}")
+            elif not heldout:
+                problems.append(f"{setting}: {HELDOUT} is the evaluation split itself, which the corpus never holds")
+        except ConfigError as error:
+            problems += [f"{setting}: {name}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return {"prompt_files": files, "benchmarks": benchmarks}
+
+
+@cache
+def hub_commit(repository: str, revision: str | None) -> str:
+    """The commit of a hub data set that a branch, tag or commit stands for.
+
+    Asked from the hub once a process; where it does not answer, the local hub cache knows what it last answered.
+    Raises ConfigError when neither can tell.
+    """
+    from huggingface_hub import resolve_revision
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return resolve_revision(repository, repo_type="dataset", revision=revision).resolved
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{repository}: the hub has no revision {revision or 'main'} of this data set") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"{repository}: no such file, and no data set the hub shows you (private? log in)") from error
+    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean that nobody can tell
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{repository}: neither the hub nor the local hub cache knows its revision {revision or 'main'} ({told}); "
+            "`dspark fetch -c FILE` brings the data set where there is a network"
+        ) from error
 
 
 def local_files(pattern: str) -> list[Path]:

@@ -11,10 +11,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.benchmarks import BENCHMARKS
 from pipeline.config import Config, Source
-from pipeline.corpus.prompts import BENCHMARKS, load_prompts
+from pipeline.corpus.prompts import load_prompts
 from pipeline.errors import ConfigError, DataError, DsparkError
-from pipeline.identity import local_files
+from pipeline.identity import hub_commit, local_files
 from pipeline.progress import say
 
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt", "*.py")
@@ -76,4 +77,5 @@ def _data(source: Source) -> str:
 
     rows = hub_split(source)
     files = [Path(entry["filename"]) for entry in rows.cache_files]
-    return f"{len(rows)} rows in {files[0].parent if files else 'memory'}"
+    commit = hub_commit(str(source.path), source.revision)
+    return f"{len(rows)} rows in {files[0].parent if files else 'memory'} (revision {commit})"

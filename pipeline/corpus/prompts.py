@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import Artifact
+from pipeline.benchmarks import BENCHMARKS, HELDOUT, Benchmark
 from pipeline.corpus.files import BLANK, Raw, file_rows
+from pipeline.corpus.hub import hub_rows
 from pipeline.corpus.normalise import Skip, normalise
 from pipeline.corpus.rows import read_rows, shards_of
-from pipeline.errors import ConfigError, DataError
-
-HELDOUT = "heldout"
-_REASON = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-_COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+from pipeline.errors import ConfigError, DataError, DsparkError
+from pipeline.identity import hub_commit
 
 
 @dataclass(frozen=True)
@@ -34,38 +33,6 @@ class Prompt:
     turns: tuple[str, ...]
     domain: str
     system: str | None = None
-
-
-@dataclass(frozen=True)
-class _Benchmark:
-    """Where a named set lives on the hub. `files` names files to read where the repository has no loadable split."""
-
-    repository: str
-    domain: str
-    column: str
-    subset: str | None = None
-    split: str = "test"
-    form: str = "{}"
-    addition: str | None = None
-    files: tuple[str, ...] = ()
-
-
-BENCHMARKS: dict[str, _Benchmark] = {
-    "gsm8k": _Benchmark("openai/gsm8k", "math", "question", subset="main", form=_REASON),
-    "math500": _Benchmark("HuggingFaceH4/MATH-500", "math", "problem", form=_REASON),
-    "aime25": _Benchmark("math-ai/aime25", "math", "problem", form=_REASON),
-    "humaneval": _Benchmark("openai/openai_humaneval", "code", "prompt", form=_COMPLETE),
-    "mbpp": _Benchmark("google-research-datasets/mbpp", "code", "prompt", subset="sanitized"),
-    "livecodebench": _Benchmark(
-        "livecodebench/code_generation_lite", "code", "question_content",
-        files=("test.jsonl", "test2.jsonl", "test3.jsonl", "test4.jsonl", "test5.jsonl", "test6.jsonl"),
-    ),
-    "mt-bench": _Benchmark("HuggingFaceH4/mt_bench_prompts", "chat", "prompt", split="train"),
-    "alpaca": _Benchmark("tatsu-lab/alpaca", "chat", "instruction", split="train", addition="input"),
-    "arena-hard": _Benchmark(
-        "lmarena-ai/arena-hard-auto", "chat", "turns", files=("data/arena-hard-v0.1/question.jsonl",)
-    ),
-}  # fmt: skip
 
 
 def load_prompts(name: str, *, data: Artifact | None = None) -> list[Prompt]:
@@ -137,7 +104,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(text for text in texts if isinstance(text, str) and text.strip())
 
 
-def _from_hub(name: str, benchmark: _Benchmark) -> Iterator[Prompt]:
+def _from_hub(name: str, benchmark: Benchmark) -> Iterator[Prompt]:
     for number, value in enumerate(_hub_rows(name, benchmark)):
         turns = _texts(value.get(benchmark.column))
         addition = value.get(benchmark.addition) if benchmark.addition else None
@@ -146,20 +113,18 @@ def _from_hub(name: str, benchmark: _Benchmark) -> Iterator[Prompt]:
         yield Prompt(f"{name}-{number:05d}", tuple(benchmark.form.format(turn) for turn in turns), benchmark.domain)
 
 
-def _hub_rows(name: str, benchmark: _Benchmark) -> Iterator[dict[str, Any]]:
+def _hub_rows(name: str, benchmark: Benchmark) -> Iterator[dict[str, Any]]:
     try:
         if benchmark.files:
             from huggingface_hub import hf_hub_download
 
+            commit = hub_commit(benchmark.repository, None)
             for file in benchmark.files:
-                path = hf_hub_download(benchmark.repository, file, repo_type="dataset")
+                path = hf_hub_download(benchmark.repository, file, repo_type="dataset", revision=commit)
                 yield from (raw.value for raw in file_rows(Path(path)) if raw.problem is None)
             return
-        import datasets
-
-        datasets.disable_progress_bars()
-        yield from datasets.load_dataset(benchmark.repository, benchmark.subset, split=benchmark.split)
-    except (OSError, ValueError) as error:
+        yield from hub_rows(benchmark.repository, subset=benchmark.subset, split=benchmark.split)
+    except (OSError, ValueError, DsparkError) as error:
         raise DataError(
             f"prompt set {name}: {benchmark.repository} cannot be read from the hub or its cache "
             f"({type(error).__name__}: {error}). `dspark fetch -c FILE` brings it where there is a network; a JSONL "

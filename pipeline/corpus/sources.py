@@ -18,8 +18,9 @@ from typing import Any
 from pipeline.config import Data, Source
 from pipeline.corpus.demo import demo_rows, demo_size
 from pipeline.corpus.files import BLANK, Raw, file_ranges, file_rows, readable
-from pipeline.errors import ConfigError, DataError
-from pipeline.identity import local_files
+from pipeline.corpus.hub import hub_rows
+from pipeline.errors import ConfigError
+from pipeline.identity import hub_commit, local_files
 
 _ROWS_PER_UNIT = 20_000
 
@@ -53,6 +54,7 @@ def plan_units(data: Data, *, seed: int) -> list[Unit]:
     problems: list[str] = []
     for index, source in enumerate(data.sources):
         try:
+            source = _pinned(source)
             pieces = _pieces(source)
         except ConfigError as error:
             problems += [f"data.sources.{index}: {problem}" for problem in error.problems]
@@ -94,6 +96,13 @@ def _name(source: Source, pieces: Sequence[Piece]) -> str:
         return source.demo
     text = str(source.path)
     return Path(pieces[0].file).name.split(".", 1)[0] if local_files(text) else text
+
+
+def _pinned(source: Source) -> Source:
+    """A hub source at its commit, so that every process that reads a unit reads the same rows."""
+    if source.demo is not None or local_files(str(source.path)):
+        return source
+    return source.model_copy(update={"revision": hub_commit(str(source.path), source.revision)})
 
 
 def _pieces(source: Source) -> list[Piece]:
@@ -138,13 +147,4 @@ def _read_piece(unit: Unit, piece: Piece) -> Iterator[Raw]:
 
 def hub_split(source: Source) -> Any:
     """The memory-mapped hub split. Downloads once; offline it is read from the cache `dspark fetch` filled."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        return datasets.load_dataset(str(source.path), source.subset, split=source.split, revision=source.revision)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{source.path}: the hub data set cannot be loaded ({type(error).__name__}: {error}). On a machine without "
-            "network run `dspark fetch -c FILE` where there is one, or name local files"
-        ) from error
+    return hub_rows(str(source.path), subset=source.subset, split=source.split, revision=source.revision)

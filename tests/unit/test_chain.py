@@ -113,20 +113,31 @@ def test_what_cannot_be_identified_is_reported_together(tmp_path: Path) -> None:
     config = validate(
         {
             "target": {"model": str(tmp_path / "nowhere")},
-            "data": {"sources": [{"path": str(tmp_path / "absent.jsonl")}]},
+            "data": {
+                "sources": [{"path": str(tmp_path / "one.jsonl")}, {"path": str(tmp_path / "two.jsonl")}],
+                "decontaminate": {"prompt_sets": ["heldout", "gsm9k"]},
+            },
             "template": {"chat_template": str(tmp_path / "absent.jinja")},
+            "evaluate": {"prompt_sets": ["heldout", "humanevil", "gsm8k"]},
             "work_dir": str(tmp_path),
         }
     )
     with pytest.raises(ConfigError) as error:
         resolve(config)
-    assert {
-        part for part in ("target.model", "data.sources", "template.chat_template") if part in str(error.value)
-    } == {
+    told = [problem.partition(": ")[0] for problem in error.value.problems]
+    assert sorted(told) == [
+        *["data.decontaminate.prompt_sets"] * 2,
+        "data.sources.0",
+        "data.sources.1",
+        *["evaluate.prompt_sets"] * 2,
         "target.model",
-        "data.sources",
         "template.chat_template",
-    }
+    ]
+    text = str(error.value)
+    assert "data.decontaminate.prompt_sets: heldout" in text
+    assert "data.decontaminate.prompt_sets: 'gsm9k': no such file, and not one of heldout, gsm8k" in text
+    assert "evaluate.prompt_sets: 'humanevil'" in text
+    assert "evaluate.prompt_sets: gsm8k: openai/gsm8k: neither the hub nor the local hub cache knows" in text
 
 
 def test_every_result_section_is_read_by_a_stage() -> None:

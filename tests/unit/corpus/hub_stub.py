@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,15 +19,31 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """`root/models/<owner>/<name>` and `root/datasets/<owner>/<name>` are the repositories it serves."""
+    """`root/models/<owner>/<name>` and `root/datasets/<owner>/<name>` are the repositories it serves.
+
+    `main` stands at `commit`, a tag or branch in `names` at another; `past` holds the root of every earlier commit.
+    """
 
     root: Path
     url: str = ""
     asked: list[str] = field(default_factory=list)
+    commit: str = COMMIT
+    names: dict[str, str] = field(default_factory=dict)
+    past: dict[str, Path] = field(default_factory=dict)
 
-    def files(self, kind: str, name: str) -> dict[str, Path]:
-        folder = self.root / kind / name
+    def files(self, kind: str, name: str, commit: str) -> dict[str, Path]:
+        folder = self.past.get(commit, self.root) / kind / name
         return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+    def resolve(self, revision: str) -> str | None:
+        """Commit of a branch, tag or commit; None for one that never was."""
+        commit = self.commit if revision == "main" else self.names.get(revision, revision)
+        return commit if commit == self.commit or commit in self.past else None
+
+    def move(self, commit: str) -> None:
+        """Keep what there is under the present commit, and give `main` a new one: files may now be rewritten."""
+        self.past[self.commit] = Path(shutil.copytree(self.root, self.root.parent / self.commit))
+        self.commit = commit
 
 
 @contextmanager
@@ -55,13 +72,20 @@ def serve_hub(root: Path) -> Iterator[Hub]:
                 self._api(parts[1], "/".join(parts[2:4]), parts[4:], form)
                 return
             kind, parts = ("datasets", parts[1:]) if parts[0] == "datasets" else ("models", parts)
-            files = hub.files(kind, "/".join(parts[:2]))
-            self._file(files.get("/".join(parts[4:])), body)
+            commit = hub.resolve(parts[3])
+            if commit is None:
+                self._missing("RevisionNotFound")
+                return
+            files = hub.files(kind, "/".join(parts[:2]), commit)
+            self._file(files.get("/".join(parts[4:])), commit, body)
 
         def _api(self, kind: str, name: str, rest: list[str], form: bytes) -> None:
-            files = hub.files(kind, name)
-            if not files:
-                self._json({"error": "Repository not found"}, 404)
+            commit = hub.resolve(rest[1] if len(rest) > 1 else "main")
+            files = hub.files(kind, name, commit) if commit else {}
+            if commit is None:
+                self._missing("RevisionNotFound")
+            elif not files:
+                self._missing("RepoNotFound")
             elif rest[:1] == ["tree"]:
                 prefix = "/".join(rest[2:])
                 self._json([entry(file, path) for file, path in files.items() if file.startswith(prefix)])
@@ -71,18 +95,21 @@ def serve_hub(root: Path) -> Iterator[Hub]:
             else:
                 siblings = [{"rfilename": file} for file in files]
                 self._json(
-                    {"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
+                    {"id": name, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
                 )
 
         def _json(self, value: Any, status: int = 200) -> None:
             self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json"}, body=True)
 
-        def _file(self, path: Path | None, body: bool) -> None:
+        def _missing(self, code: str) -> None:
+            self._send(b"", 404, {"X-Error-Code": code}, body=True)
+
+        def _file(self, path: Path | None, commit: str, body: bool) -> None:
             if path is None:
-                self._send(b"", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body=body)
+                self._send(b"", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, body=body)
                 return
             data = path.read_bytes()
-            tags = {"ETag": f'"{digest(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            tags = {"ETag": f'"{digest(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             self._send(data, 200, tags, body=body)
 
         def _send(self, data: bytes, status: int, headers: dict[str, str], *, body: bool) -> None:

@@ -35,6 +35,18 @@ print(len(template.render_prompt([{"role": "user", "content": "Hi"}])), len(rows
 print(target_identity(made)["revision"])
 """
 
+IDENTITY = """
+import json, sys
+from pipeline import chain, config
+from pipeline.corpus.sources import plan_units, read_unit
+for path in sys.argv[1:]:
+    made = config.load(path)
+    data = chain.resolve(made)["data"]
+    rows = [raw.value for unit in plan_units(made.data, seed=0) for raw in read_unit(unit)]
+    print(json.dumps([data.request["sources"][0]["revision"], data.fingerprint, len(rows)]))
+"""
+LATER = "89abcdef" * 5
+
 
 def made_config(work_dir: Path) -> Config:
     return validate(
@@ -62,11 +74,11 @@ def fill(root: Path) -> None:
     )
 
 
-def run(code: str, config: Path, hub: Hub | None, home: Path) -> subprocess.CompletedProcess[str]:
+def run(code: str, config: Path, hub: Hub | None, home: Path, *others: Path) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
     env |= {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_ENDPOINT": hub.url} if hub else {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code, str(config)]
+    command = [sys.executable, "-c", code, str(config), *map(str, others)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
@@ -80,11 +92,50 @@ def test_what_was_fetched_is_enough_offline(tmp_path: Path) -> None:
         assert "target owner/target" in first.stdout
         assert COMMIT in first.stdout
         assert "7 rows" in first.stdout
+        assert f"(revision {COMMIT})" in first.stdout
         assert "3 prompts" in first.stdout
         assert not any(".bin" in line for line in hub.asked)
     offline = run(USE, config, None, tmp_path / "home")
     assert offline.returncode == 0, offline.stderr
     assert offline.stdout.split()[1:] == ["7", "3", COMMIT]
+
+
+def test_a_hub_data_set_is_the_commit_its_revision_stands_for(tmp_path: Path) -> None:
+    fill(tmp_path / "hub")
+    home, chats = tmp_path / "home", tmp_path / "hub" / "datasets" / "owner" / "chats" / "train.jsonl"
+
+    def config_at(revision: str | None) -> Path:
+        tree = {
+            "work_dir": str(tmp_path / "work"),
+            "target": {"tiny": {}},
+            "data": {"sources": [{"path": "owner/chats", "revision": revision}]},
+        }
+        path = tmp_path / f"{revision}.yaml"
+        path.write_text(dump(validate(tree)))
+        return path
+
+    def found(result: subprocess.CompletedProcess[str]) -> list[list[str | int]]:
+        assert result.returncode == 0, result.stderr
+        return [json.loads(line) for line in result.stdout.splitlines()]
+
+    with serve_hub(tmp_path / "hub") as hub:
+        early = found(run(IDENTITY, config_at(None), hub, home))
+        assert [early[0][0], early[0][2]] == [COMMIT, 7]
+        assert found(run(IDENTITY, config_at(None), None, home)) == early  # offline: the same artifact, the same rows
+        hub.move(LATER)
+        write_jsonl(chats, [chat("New?", "Yes.")])
+        late, tried = found(run(IDENTITY, config_at(None), hub, home)), run(IDENTITY, config_at("mian"), hub, home)
+        assert [late[0][0], late[0][2]] == [LATER, 1]
+        assert late[0][1] != early[0][1]
+        assert tried.returncode != 0
+        assert "owner/chats: the hub has no revision mian" in tried.stderr
+    # Both copies are cached: each revision reads its own, not the newest.
+    both = found(run(IDENTITY, config_at(None), None, home, config_at(COMMIT)))
+    assert both[0] == late[0]
+    assert [both[1][0], both[1][2]] == [COMMIT, 7]
+    never = run(IDENTITY, config_at("v2"), None, home)
+    assert never.returncode != 0
+    assert "dspark fetch" in never.stderr
 
 
 def test_everything_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
