@@ -103,14 +103,14 @@ def _time(records: Sequence[dict[str, Any]]) -> str:
             continue
         measured, predicted = record["latency_seconds"], record["latency_from_parts_seconds"]
         rows.append([
-            *_who(record), *(number(seconds.get(part), 1) for part in _PARTS),
+            *_who(record), *(number(seconds.get(part), 1) for part in PARTS),
             number(1e3 * measured, 1), number(1e3 * predicted, 1), number(100 * record["overhead_share"], 1),
         ])  # fmt: skip
-    header = ["prompts", "T", "drafter", *(f"{part} s" for part in _PARTS), "ms per token", "from parts", "overhead %"]
+    header = ["prompts", "T", "drafter", *(f"{part} s" for part in PARTS), "ms per token", "from parts", "overhead %"]
     return "## Where the time goes\n\n" + table(header, rows) if rows else ""
 
 
-_PARTS = ("prefill", "draft", "schedule", "verify", "sample", "bookkeeping")
+PARTS = ("prefill", "draft", "schedule", "verify", "sample", "bookkeeping")
 _ENDS = ("stop", "truncated", "error")
 
 
@@ -132,22 +132,29 @@ def _lossless(records: Sequence[dict[str, Any]]) -> str:
     return "## Losslessness at T = 0\n\n" + "\n".join(lines) if lines else ""
 
 
+LAB_HEADER = ("users", "drafts per user", "early stop tok/s", "waste", "lagged tok/s", "best static", "its tok/s")
+
+
+def lab_rows(section: dict[str, Any]) -> list[list[str]]:
+    """Throughput of the scheduler against the best static length: a row per concurrency, columns `LAB_HEADER`."""
+    rows = []
+    for users in dict.fromkeys(row["concurrency"] for row in section["rows"]):
+        here = {row["policy"]: row for row in section["rows"] if row["concurrency"] == users}
+        best = max((key for key in here if key.startswith("static")), key=lambda key: here[key]["throughput"])
+        ours = here["early_stop"]
+        rows.append([
+            str(users), number(ours["verify_budget"]), number(ours["throughput"], 1), number(ours["waste"]),
+            number(here["lagged_global"]["throughput"], 1), best, number(here[best]["throughput"], 1),
+        ])  # fmt: skip
+    return rows
+
+
 def _lab(lab: dict[str, Any]) -> str:
-    """Throughput of the scheduler against the best static length, by concurrency."""
     parts = []
     for name, section in lab["temperatures"].items():
-        rows = []
-        for users in dict.fromkeys(row["concurrency"] for row in section["rows"]):
-            here = {row["policy"]: row for row in section["rows"] if row["concurrency"] == users}
-            best = max((key for key in here if key.startswith("static")), key=lambda key: here[key]["throughput"])
-            ours = here["early_stop"]
-            rows.append([
-                str(users), number(ours["verify_budget"]), number(ours["throughput"], 1), number(ours["waste"]),
-                number(here["lagged_global"]["throughput"], 1), best, number(here[best]["throughput"], 1),
-            ])  # fmt: skip
-        header = ["users", "drafts per user", "early stop tok/s", "waste", "lagged tok/s", "best static", "its tok/s"]
         below = "\n".join(f"- {text}" for text in section["shortfalls"])
-        parts.append(f"### {name}, {section['rounds']} recorded rounds\n\n{table(header, rows)}\n\n{below}".rstrip())
+        rows = table(LAB_HEADER, lab_rows(section))
+        parts.append(f"### {name}, {section['rounds']} recorded rounds\n\n{rows}\n\n{below}".rstrip())
     if not parts:
         return ""
     return f"## Scheduler lab\n\nReplayed over the SPS table ({lab['sps_source']}).\n\n" + "\n\n".join(parts)

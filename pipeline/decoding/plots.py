@@ -64,7 +64,64 @@ def acceptance_plot(records: Sequence[dict[str, Any]], path: Path) -> Path | Non
             label = f"{record['drafter']}, {Path(record['prompts']).stem} (tau {record['tau']:.2f})"
             axis.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
         axis.set(title=f"T = {temperature:g}", xlabel="slot k", ylabel="P(k accepted | k - 1 accepted)", ylim=(0, 1))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(fontsize=7)
+    return _save(figure, path)
+
+
+def tau_plot(records: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Accepted length with its 95 % interval, pooled prompts: a panel per prompt set, a colour per drafter."""
+    pooled = [record for record in records if record["domain"] is None and record["tau"] is not None]
+    if not pooled:
+        return None
+    drafters = list(dict.fromkeys(record["drafter"] for record in pooled))
+    temperatures = sorted({record["temperature"] for record in pooled})
+    sets = list(dict.fromkeys(record["prompts"] for record in pooled))
+    figure, axes = _figure(min(len(sets), 3), -(-len(sets) // 3), width=4.4, height=3.2)
+    for axis in axes[len(sets) :]:
+        axis.axis("off")
+    for axis, name in zip(axes, sets, strict=False):
+        for place, drafter in enumerate(drafters):
+            mine = [record for record in pooled if (record["drafter"], record["prompts"]) == (drafter, name)]
+            at = [temperatures.index(record["temperature"]) + (place + 0.5) / len(drafters) * 0.7 for record in mine]
+            taus = [record["tau"] for record in mine]
+            spread = [record["tau_interval"] or (record["tau"], record["tau"]) for record in mine]
+            below = [max(tau - low, 0.0) for tau, (low, _) in zip(taus, spread, strict=True)]
+            above = [max(high - tau, 0.0) for tau, (_, high) in zip(taus, spread, strict=True)]
+            axis.errorbar(at, taus, yerr=[below, above], fmt="o", markersize=4, capsize=3, label=drafter)
+        axis.set(title=Path(name).stem, ylabel="tokens per verify step (tau)", ylim=(0.95, None))
+        axis.set_xticks([index + 0.35 for index in range(len(temperatures))], [f"T = {t:g}" for t in temperatures])
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize=7)
+    return _save(figure, path)
+
+
+def sps_plot(sps: dict[str, Any], path: Path) -> Path:
+    """The SPS table: target forwards per second by batch tokens (paper Fig. 3)."""
+    figure, axes = _figure(1, width=4.4)
+    axes[0].plot(sps["sample_batch_tokens"], sps["sample_steps_per_sec"], "o-", markersize=3)
+    axes[0].set(xlabel="tokens in the forward", ylabel="steps per second", xscale="log", ylim=(0, None))
+    axes[0].set_title(sps["source"], fontsize=8)
+    axes[0].grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def codec_plot(codecs: dict[str, Any], layers: Sequence[int], path: Path) -> Path:
+    """What tap codecs cost: relative error by tapped layer, and change of acceptance against bf16 with its interval."""
+    figure, axes = _figure(2, width=4.6, height=3.2)
+    for name, facts in codecs.items():
+        if errors := facts.get("relative_error_per_layer"):
+            axes[0].plot([str(layer) for layer in layers], errors, "o-", markersize=3, label=name)
+    changes = [facts["acceptance_change"] for facts in codecs.values()]
+    for place, facts in enumerate(changes):
+        axes[1].plot([place, place], facts["interval"] or [facts["change"]] * 2, color="0.6")
+    axes[1].plot(range(len(changes)), [facts["change"] for facts in changes], "o", markersize=4)
+    axes[1].axhline(0.0, color="0.7", linewidth=1)
+    axes[0].set(xlabel="tapped layer", ylabel="|x' - x| / |x|")
+    axes[0].set_yscale("symlog", linthresh=1e-3)
+    axes[0].legend(fontsize=6, ncols=2)
+    axes[1].set_xticks(range(len(codecs)), list(codecs), rotation=60, fontsize=7)
+    axes[1].set(ylabel="change of acceptance")
     return _save(figure, path)
 
 

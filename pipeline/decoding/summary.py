@@ -11,7 +11,7 @@ from pipeline.artifact import Artifact, atomic_path, write_json
 from pipeline.config import Config
 from pipeline.decoding.lab_report import lab_plots
 from pipeline.decoding.markdown import page, tau_text
-from pipeline.decoding.plots import acceptance_plot
+from pipeline.decoding.plots import acceptance_plot, tau_plot
 from pipeline.decoding.report import DEFINITIONS, Group, Setting, build
 from pipeline.decoding.units import Unit
 from pipeline.draft.config import DraftConfig
@@ -60,7 +60,12 @@ def write_files(folder: Path, report: dict[str, Any], lab: dict[str, Any]) -> li
     write_json(folder / "lab.json", lab)
     with atomic_path(folder / "report.md") as path:
         path.write_text(page(report, lab), encoding="utf-8")
-    plots = [acceptance_plot(report["records"], folder / "plots" / "acceptance.png"), *lab_plots(lab, folder / "plots")]
+    records, below = report["records"], folder / "plots"
+    plots = [
+        tau_plot(records, below / "tau.png"),
+        acceptance_plot(records, below / "acceptance.png"),
+        *lab_plots(lab, below),
+    ]
     return ["report.json", "report.md", "lab.json", *(f"plots/{plot.name}" for plot in plots if plot is not None)]
 
 

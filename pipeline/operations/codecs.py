@@ -18,15 +18,17 @@ from pipeline.config import Config
 from pipeline.corpus.prompts import HELDOUT, load_prompts
 from pipeline.decoding import codec_study as study
 from pipeline.decoding.playing import Player
+from pipeline.decoding.plots import codec_plot
 from pipeline.decoding.units import choose
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.identity import target_folder
 from pipeline.progress import progress, say
 from pipeline.shards.layout import Spec
+from pipeline.tracking import attach
 
 
 def codecs(config: Config, arguments: argparse.Namespace) -> None:
-    """Write `<work_dir>/studies/codecs-<drafter>.json` and print it as tables.
+    """Write `<work_dir>/studies/codecs-<drafter>.json` with its plot, print it, and put both on the parent run.
 
     Raises ArtifactError when the drafter is not trained yet, ConfigError when it reads no taps.
     """
@@ -56,6 +58,8 @@ def codecs(config: Config, arguments: argparse.Namespace) -> None:
     }
     path = config.work_dir / "studies" / f"codecs-{artifacts['train'].fingerprint}.json"
     write_json(path, report)
+    plot = codec_plot(report["codecs"], report["tapped_layers"], path.with_suffix(".png"))
+    attach(config, [path, plot], "codecs")
     tell(report, path)
 
 

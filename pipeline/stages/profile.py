@@ -11,6 +11,7 @@ import torch
 
 from pipeline.artifact import write_json
 from pipeline.chain import StageContext
+from pipeline.decoding.plots import sps_plot
 from pipeline.decoding.served import measure_server
 from pipeline.decoding.sps import grid, measure, synthetic
 from pipeline.progress import say
@@ -38,8 +39,10 @@ def run(context: StageContext) -> None:
     write_json(artifact.path / "sps.json", found)
     for size, speed in zip(found["sample_batch_tokens"], found["sample_steps_per_sec"], strict=True):
         context.tracker.metrics({"steps_per_second": speed}, step=size)
-    context.tracker.file(artifact.path / "sps.json", "profile")
-    artifact.finish(files=["sps.json"], source=found["source"])
+    plot = sps_plot(found, artifact.path / "plots" / "sps.png")
+    for path in (artifact.path / "sps.json", plot):
+        context.tracker.file(path, "profile")
+    artifact.finish(files=["sps.json", "plots/sps.png"], source=found["source"])
     say(f"profile: {found['source']}; " + ", ".join(
         f"{size} tokens {speed:.3g}/s" for size, speed in _shown(found)))  # fmt: skip
 

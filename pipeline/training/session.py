@@ -183,7 +183,7 @@ class Session:
         }
         write = partial(_write_draft, drafter=self.drafter, meta=meta, tensors={**snapshot.weights, **tables})
         publish(artifact.path / "draft", write)
-        plots = draw(artifact.path / METRICS, artifact.path / "plots")
+        plots = draw(artifact.path, artifact.path / "plots")
         for path in plots:
             context.tracker.file(path, "plots")
         context.tracker.file(artifact.path / METRICS, "train")
