@@ -216,6 +216,8 @@ def _with_deepspeed(stage: int, train: Train, cpu: bool) -> Any:
         # Without this a C++ extension is compiled for a minute at the first start, and gloo is not chosen.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+    # What accelerate's file says beside our configuration was checked (`launched`); accelerate would refuse it unread.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(stage, train), zero3_init_flag=False)
     return Accelerator(deepspeed_plugin=plugin, **options)
 
