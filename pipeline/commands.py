@@ -100,6 +100,16 @@ OTHER_COMMANDS = {
         "pipeline.operations.status:status",
         (("--json", "print as JSON"),),
     ),
+    "report": Command(
+        "one HTML file about the experiment: results, curves, comparison, lineage (also made by `run`)",
+        "dspark report -c configs/debug.yaml",
+        "pipeline.operations.report.command:report",
+    ),
+    "compare": Command(
+        "this drafter beside every other one evaluated in the same work directory",
+        "dspark compare -c configs/debug.yaml",
+        "pipeline.operations.report.command:compare",
+    ),
     "lineage": Command(
         "from an artifact back to the corpus, and forward to what was made from it",
         "dspark lineage evaluate -c configs/debug.yaml",

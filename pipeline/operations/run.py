@@ -16,6 +16,8 @@ def stage(config: Config, arguments: argparse.Namespace) -> None:
 def chain(config: Config, arguments: argparse.Namespace) -> None:
     artifacts = run_chain(config)
     if rank() == 0:
+        from pipeline.operations.report.command import write
         from pipeline.operations.summary import summary
 
+        write(config, artifacts)
         say(summary(config, artifacts), result=True)

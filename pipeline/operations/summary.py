@@ -85,6 +85,7 @@ def _places(config: Config, artifacts: dict[str, Artifact]) -> Iterator[str]:
         yield f"{name:10s} {_short(artifact.path, here)}"
     if "evaluate" in artifacts:
         yield f"{'report':10s} {_short(artifacts['evaluate'].path / 'report.md', here)}"
+    yield f"{'page':10s} {_short(config.work_dir / 'runs' / config.experiment / 'report.html', here)}"
     if config.tracking.enabled:
         yield f"{'MLflow':10s} make ui   (experiment {config.experiment})"
 

@@ -206,7 +206,7 @@ def test_the_wheel_carries_commands_configs_and_batch_scripts(tmp_path: Path) ->
     modules = {
         path.relative_to(ROOT).as_posix() for top in ("pipeline", "launch") for path in (ROOT / top).rglob("*.py")
     }
-    assert modules - names == set()
+    assert modules - names == set() and "pipeline/operations/report/page.html" in names
     assert not any(name.startswith(("tests/", "tools/", "configs/")) for name in names)
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
