@@ -16,6 +16,7 @@ from pipeline.config import Train
 from pipeline.errors import ConfigError
 
 ENGINES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+SHARDED = ("single", "ddp", "fsdp2")  # DeepSpeed keeps its state in a form that only gathers
 _OFF = ("", "no", "none", "auto", "false", "0")
 
 
@@ -32,6 +33,10 @@ def engine_of(train: Train, environ: Mapping[str, str]) -> str:
         problems.append(f"train.engine is {engine}, but the accelerate configuration asks for {launched}")
     if engine == "single" and world > 1:
         problems.append(f"train.engine is single, but {world} processes were started; use ddp, zero1-3 or fsdp2")
+    if train.sharded_checkpoints and engine not in SHARDED:
+        problems.append(
+            f"train.sharded_checkpoints: {engine} checkpoints are gathered; use {', '.join(SHARDED)}, or leave it false"
+        )
     wanted = environ.get("DSPARK_WORLD_SIZE")
     if wanted is not None and int(wanted) != world:
         problems.append(f"{wanted} processes were to be started, this one finds WORLD_SIZE {world}")

@@ -3,8 +3,9 @@
     checkpoints/step-000120/{weights,exp_avg,exp_avg_sq}.safetensors, state.json
     checkpoints/latest                    the folder's name, replaced after the folder is complete
 
-A kill at any moment leaves the previous checkpoint in force: folders appear by rename, and `latest` follows. The state
-is by parameter name and whole (see `state`), so any engine on any number of ranks goes on from it.
+A kill at any moment leaves the previous checkpoint in force: folders appear by rename, and `latest` follows. Edit
+`latest` to go back to an older one; remove it, and the newest one there is counts. The state is by parameter name and
+whole (see `state`), so any engine on any number of ranks goes on from it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint, None where there is none. Raises ArtifactError when `latest` names nothing."""
-    pointer = root / "latest"
+    """The checkpoint that `latest` names; without that file the newest one. None where there is none.
+
+    Raises ArtifactError when `latest` names nothing.
+    """
+    pointer, known = root / "latest", _known(root)
     if not pointer.exists():
-        return None
-    folder = root / pointer.read_text(encoding="utf-8").strip()
-    if not (folder / "state.json").exists():
-        raise ArtifactError(f"{pointer}: names {folder.name}, which is not there; point it at one of {_known(root)}")
-    return folder
+        return root / known[-1] if known else None
+    name = pointer.read_text(encoding="utf-8").strip()
+    if name not in known:
+        raise ArtifactError(f"{pointer}: names {name!r}, which is not there; point it at one of {known}, or remove it")
+    return root / name
 
 
 def load(folder: Path) -> Snapshot:
@@ -48,10 +52,10 @@ def load(folder: Path) -> Snapshot:
     facts = read_json(folder / "state.json")
     if facts.get("format") != FORMAT:
         raise ArtifactError(f"{folder / 'state.json'}: format {facts.get('format')}, this version reads {FORMAT}")
-    if (folder / "sharded").is_dir():
-        from pipeline.training import sharded
+    from pipeline.training import sharded
 
-        tensors = sharded.load(folder, facts["shapes"])
+    if (folder / sharded.FOLDER).is_dir():
+        tensors = sharded.load(folder / sharded.FOLDER, facts["shapes"])
         return Snapshot(tensors.pop(_WEIGHTS), tensors, facts)
     tensors = {}
     for kind in (_WEIGHTS, *MOMENTS):
@@ -59,9 +63,16 @@ def load(folder: Path) -> Snapshot:
         try:
             tensors[kind] = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise ArtifactError(f"{path}: cannot be read ({error})") from error
+            raise unreadable(path, error) from error
         check(tensors[kind], facts["shapes"], str(path))
     return Snapshot(tensors.pop(_WEIGHTS), tensors, facts)
+
+
+def unreadable(path: Path, error: BaseException) -> ArtifactError:
+    """The error for a damaged part of a checkpoint; it says how to go on without that checkpoint."""
+    return ArtifactError(
+        f"{path}: cannot be read ({error}); to go on from the checkpoint before, remove this one and `latest`"
+    )
 
 
 class Saver:
@@ -107,14 +118,25 @@ class Saver:
                 save_file(snapshot.moments[kind], temporary / f"{kind}.safetensors")
             state = {"format": FORMAT, "shapes": self.shapes, **snapshot.facts}
             (temporary / "state.json").write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
+        self._point_at(folder)
+
+    def publish(self, folder: Path) -> None:
+        """Put in force a checkpoint that others have written (see `sharded`), once what goes before it is whole."""
+        self.wait()
+        self._point_at(folder)
+
+    def _point_at(self, folder: Path) -> None:
+        """Name `folder` in `latest`, then remove all but the newest `keep` up to it.
+
+        What came after it goes too: a kill has left it, or somebody has pointed `latest` at an older one.
+        """
         with atomic_path(self.root / "latest") as temporary:
             temporary.write_text(folder.name + "\n", encoding="utf-8")
-        self.prune()
-
-    def prune(self) -> None:
-        """Remove all but the newest `keep` checkpoints."""
-        for old in _known(self.root)[: -self.keep]:
-            shutil.rmtree(self.root / old, ignore_errors=True)
+        known = _known(self.root)
+        kept = known[: known.index(folder.name) + 1][-self.keep :]
+        for name in known:
+            if name not in kept:
+                shutil.rmtree(self.root / name, ignore_errors=True)
 
     def _write_best(self, snapshot: Snapshot, facts: dict[str, Any]) -> None:
         with atomic_path(self.root / "best") as temporary:
@@ -124,7 +146,9 @@ class Saver:
 
 
 def _known(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("step-*") if path.is_dir())
+    """Names of the whole checkpoints, oldest first."""
+    folders = [path.parent for path in root.glob("step-*/state.json")]
+    return [path.name for path in sorted(folders, key=lambda path: int(path.name.partition("-")[2]))]
 
 
 def random_state() -> dict[str, Any]:

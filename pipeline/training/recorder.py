@@ -12,7 +12,7 @@ from pipeline.distributed import Engine
 from pipeline.training import sharded
 from pipeline.training.checkpoint import FORMAT, Saver, folder_of, random_state
 from pipeline.training.journal import METRICS, TIMINGS, Journal
-from pipeline.training.state import Snapshot, gather
+from pipeline.training.state import MOMENTS, Snapshot, gather
 
 Advance = Callable[..., None]
 _SHOWN = ("loss", "acceptance", "expected_tau")
@@ -35,8 +35,7 @@ class Recorder:
         spread: bool = False,
     ) -> None:
         """`facts` go into every checkpoint's state.json; `advance(1, **shown)` moves a progress bar; with `spread`
-        every rank writes its own part of a checkpoint, and only the end of the run is gathered."""
-        sharded.refuse(engine.ranks.engine, spread)
+        every rank writes its own part of a checkpoint, and moments are never gathered."""
         self.spread, self.shapes = spread, dict(shapes)
         self.engine, self.folder, self.tracker, self.advance = engine, folder, tracker, advance
         self.facts = facts or {}
@@ -73,9 +72,10 @@ class Recorder:
     def save(self, done: int) -> None:
         if self.spread:
             facts = {"format": FORMAT, "shapes": self.shapes, **self._facts(done)}
-            sharded.save(self.engine, self.folder / "checkpoints", folder_of(Path(), done).name, facts)
+            folder = folder_of(self.folder / "checkpoints", done)
+            sharded.save(self.engine, folder, facts)
             if self.saver is not None:
-                self.saver.prune()
+                self.saver.publish(folder)
             return
         self.last = self._snapshot(done)
         if self.saver is not None:
@@ -85,7 +85,7 @@ class Recorder:
         """The state after `done` steps; a collective."""
         if self.last is not None and self.last.step == done:
             return self.last
-        snapshot = gather(self.engine)
+        snapshot = gather(self.engine, () if self.spread else MOMENTS)
         snapshot.facts = self._facts(done)
         return snapshot
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.artifact import Artifact
 from pipeline.config import Config
+from pipeline.distributed import Ranks
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.training import checkpoint
 from pipeline.training.state import Snapshot
@@ -41,12 +42,13 @@ class Point:
         return None if ids is None else torch.tensor(ids, dtype=torch.long)
 
 
-def find(artifact: Artifact, config: Config) -> Point:
+def find(artifact: Artifact, config: Config, ranks: Ranks) -> Point:
     """The newest checkpoint of this run, else the end of the run named by `train.continue_from`, else the beginning.
 
+    Rank 0 chooses: another node may still see an older `latest`.
     Raises ArtifactError for a checkpoint of another run, ConfigError for a run that cannot be extended.
     """
-    folder = checkpoint.latest(artifact.path / "checkpoints")
+    folder = ranks.first(checkpoint.latest(artifact.path / "checkpoints"))
     if folder is not None:
         snapshot = checkpoint.load(folder)
         if snapshot.facts.get("fingerprint") != artifact.fingerprint:

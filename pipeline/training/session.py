@@ -72,7 +72,7 @@ class Session:
         split = Split(reader.index, config.train.validation_fraction, config.seed)
         setup.check_rows(split, len(reader))
         rows = CachedRows(reader, dtype, ranks.device)
-        point = find(context.artifact, config)
+        point = find(context.artifact, config, ranks)
         frozen = load_frozen(
             str(context.target_path),
             revision=config.target.revision,

@@ -9,7 +9,7 @@ DeepSpeed and FSDP2 spread weights and moments over ranks, each in its own way. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,16 +54,16 @@ def check(tensors: Mapping[str, Tensor], expected: Mapping[str, list[int]], wher
         raise ArtifactError("\n".join([f"{where}: not a state of this drafter", *sorted(problems)]))
 
 
-def gather(engine: Engine, *, everywhere: bool = False) -> Snapshot:
-    """Collect the whole state; every rank must call it. Only rank 0 gets tensors, unless `everywhere`."""
-    keep = everywhere or engine.ranks.rank == 0
+def gather(engine: Engine, kinds: Sequence[str] = MOMENTS) -> Snapshot:
+    """Collect whole weights, and moments of some kinds; every rank must call it. Only rank 0 gets tensors."""
+    keep = engine.ranks.rank == 0
     weights: dict[str, Tensor] = {}
-    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
+    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
     for name, parameter in _parameters(engine):
         full = _full_weight(engine, parameter)
         if keep:
             weights[name] = _store(full)
-        for kind in MOMENTS:
+        for kind in kinds:
             full = _full_moment(engine, parameter, kind)
             if keep:
                 moments[kind][name] = _store(full)

@@ -1,39 +1,91 @@
-"""What happens to a rank after a step, by name: see `tests.distributed.training.steps`."""
+"""What happens to a rank around its steps, by name: see `tests.distributed.training.steps`."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
 
+import torch.distributed as dist
 
-def signal_rank_1(rank: int, done: int) -> None:
+_FILE_OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+_seen = time.monotonic()
+
+
+def signal_rank_1(rank: int, done: int, _: str) -> None:
     """SIGUSR1 reaches one rank only, twice."""
     if rank == 1 and done == 4:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def raise_on_rank_1(rank: int, done: int) -> None:
+def raise_on_rank_1(rank: int, done: int, _: str) -> None:
     if rank == 1 and done == 3:
         raise RuntimeError("rank 1 failed")
 
 
-def kill_rank_1(rank: int, done: int) -> None:
+def kill_rank_1(rank: int, done: int, _: str) -> None:
     if rank == 1 and done == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_all(rank: int, done: int) -> None:
+def kill_all(rank: int, done: int, _: str) -> None:
     """Both at once, right after step 6 was handed to the writer: the save may or may not be whole."""
     if done == 7:
         time.sleep(0.002 * rank)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at(rank: int, when: str) -> None:
-    """`0.31/1`: SIGKILL to rank 1 after 0.31 seconds; `0.31/all`: to every rank."""
-    seconds, _, who = when.partition("/")
-    if who in ("all", str(rank)):
-        threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
+def kill_in_step(rank: int, done: int, when: str) -> None:
+    """`4+0.31/1`: SIGKILL to rank 1 in the step after step 4, about 0.31 of a step in; `/all`: to every rank."""
+    global _seen
+    began, _seen = _seen, time.monotonic()
+    moment, _, who = when.partition("/")
+    after, _, share = moment.partition("+")
+    if done == int(after) and who in ("all", str(rank)):
+        threading.Timer(float(share) * (_seen - began), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def kill_at_file(rank: int, done: int, when: str) -> None:
+    """`17/1`: SIGKILL to rank 1 when rank 0 begins the 17th operation on files of checkpoints; `/all`: to every rank.
+
+    What a killed process has opened, written or renamed until then stays, so every way to cut a save occurs.
+    """
+    number, _, who = when.partition("/")
+    if not _first_call(kill_at_file):
+        return
+    ranks: list[int] = [0] * int(os.environ["WORLD_SIZE"])
+    dist.all_gather_object(ranks, os.getpid()) if dist.is_initialized() else ranks.append(os.getpid())
+    if rank != 0:
+        return
+    victims = ranks[::-1] if who == "all" else [ranks[int(who)]]  # rank 0, which kills, last
+    count = itertools.count(1)
+
+    def operation(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _FILE_OPERATIONS and "/checkpoints" in str(arguments[0]) and next(count) == int(number):
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+
+    sys.addaudithook(operation)
+
+
+def fill_disk_of_rank_1(rank: int, done: int, _: str) -> None:
+    """From step 4 on nothing that rank 1 writes reaches the disk."""
+    if rank == 1 and done == 4:
+
+        def full(handle: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        os.fsync = full  # type: ignore[assignment]
+
+
+_called: set[object] = set()
+
+
+def _first_call(hook: object) -> bool:
+    first = hook not in _called
+    _called.add(hook)
+    return first

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import ConfigError
 from tests.conftest import Proof
 from tests.distributed.training import STEPS, steps
 from tests.ranks import run_ranks
@@ -102,23 +101,3 @@ def test_every_drafter_trains_alike_where_its_weights_are_spread(kind: str, tmp_
         close(results[0][0], alone, 1e-4)
         for name, value in weights.items():
             assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), (engine, name)
-
-
-def _spread(engine: str, folder: str, stop: int) -> Any:
-    return steps(engine, folder, stop, sharded_checkpoints=True)
-
-
-def test_a_sharded_checkpoint_resumes_elsewhere(alone, tmp_path: Path) -> None:
-    """FSDP2 x2 writes its parts, one rank reads them whole, DDP x2 goes on: the steps of one uninterrupted rank."""
-    lines = run_ranks(_spread, 2, "fsdp2", str(tmp_path), 5, needs=NEEDS)[0][0]
-    assert (tmp_path / "checkpoints" / "step-000005" / "sharded").is_dir()
-    lines += run_ranks(_spread, 1, "single", str(tmp_path), 8, needs=NEEDS)[0][0]
-    results = run_ranks(steps, 2, "ddp", str(tmp_path), STEPS, needs=NEEDS)
-    close(lines + results[0][0], alone[0], 1e-4)
-    for name, value in alone[1].items():
-        assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), name
-
-
-def test_sharded_checkpoints_are_refused_where_state_only_gathers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="zero2 checkpoints are gathered; use single, ddp, fsdp2"):
-        run_ranks(_spread, 2, "zero2", str(tmp_path), 2, needs=NEEDS)

@@ -47,8 +47,8 @@ def steps(
 ) -> tuple[list[dict[str, float]], dict[str, Tensor] | None]:
     """Train to step `stop`, going on from what `folder` holds; (numbers of each step, final weights on rank 0).
 
-    `hook` names a function of `tests.distributed.hooks`, called with (rank, finished steps) after every step; with
-    `name:argument` it is called once before the first step, with (rank, argument).
+    `hook` is `name` or `name:argument`: a function of `tests.distributed.hooks`, called with (rank, finished steps,
+    argument) before the first step and after every step.
     """
     stopping.install()
     made = world(dtype=dtype, engine=engine, rows=22, batch=5, learning_rate=0.02, **options)
@@ -57,14 +57,13 @@ def steps(
         prepared, recorder, start = prepare(ranks, made, Path(folder))
         seen: Callable[..., None] = recorder.stepped
         name, _, argument = hook.partition(":")
-        if argument:
-            getattr(hooks, name)(ranks.rank, argument)
+        happen = getattr(hooks, name) if name else lambda *_: None
+        happen(ranks.rank, start, argument)
 
         def stepped(done: int, numbers: dict[str, float], timing: dict[str, float]) -> None:
             seen(done, numbers, timing)
             lines.append(numbers)
-            if hook and not argument:
-                getattr(hooks, hook)(ranks.rank, done)
+            happen(ranks.rank, done, argument)
 
         recorder.stepped = stepped  # type: ignore[method-assign]
         run = Run(

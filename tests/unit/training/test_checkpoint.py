@@ -104,3 +104,25 @@ def test_every_random_generator_comes_back() -> None:
     draw()
     restore_random(state)
     assert draw() == first
+
+
+@pytest.mark.case("DST-03")
+def test_without_latest_the_newest_whole_one_counts(tmp_path: Path) -> None:
+    """Copied by hand, or killed between the rename and `latest`: nothing that is whole is thrown away."""
+    saved(tmp_path, 5, 10)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "step-000015").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000010"
+    (tmp_path / "latest").write_text("step-000007\n")
+    with pytest.raises(ArtifactError, match=r"'step-000007', which is not there; point it at one of .*step-000010"):
+        checkpoint.latest(tmp_path)
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_retention_never_removes_what_latest_names(tmp_path: Path) -> None:
+    """Somebody went back to step 5; what came after it is gone once step 6 is in force."""
+    saved(tmp_path, 5, 10, 999_999, 1_000_000, keep=4)
+    (tmp_path / "latest").write_text("step-000005\n")
+    saved(tmp_path, 6, keep=1)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000006"
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000006"]

@@ -57,6 +57,12 @@ def test_all_conflicts_are_named_at_once() -> None:
     assert len(error.value.problems) == 2
 
 
+def test_sharded_checkpoints_are_refused_where_state_only_gathers() -> None:
+    assert engine_of(Train(sharded_checkpoints=True), ACCELERATE["fsdp2"]) == "fsdp2"
+    with pytest.raises(ConfigError, match="zero2 checkpoints are gathered; use single, ddp, fsdp2"):
+        engine_of(Train(sharded_checkpoints=True), ACCELERATE["zero2"])
+
+
 @pytest.mark.case("DST-09")
 def test_a_deepspeed_file_may_tune_but_not_contradict(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
