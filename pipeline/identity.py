@@ -29,6 +29,7 @@ _DESCRIPTION = (
     "merges*",
     "special_*",
 )
+DATA_FORMATS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 _DEMO_PACKAGES = {"gsm_symbolic": "reasoning-gym", "codeio": "reasoning-gym", "chatterbot": "chatterbot-corpus"}
 
 
@@ -117,11 +118,15 @@ def source_identity(config: Config, source: Source) -> dict[str, Any]:
             raise ConfigError(
                 f"demo {source.demo} needs {package}; install the demo extra: pip install -e '.[demo]'"
             ) from error
-    files = local_files(str(source.path))
+    text = str(source.path)
+    files = local_files(text)
+    if unknown := [path for path in files if not path.name.lower().endswith(DATA_FORMATS)]:
+        raise ConfigError(f"{text}: {unknown[0].name} is of no known format; read are {', '.join(DATA_FORMATS)}")
     if files:
         hashes = Hashes(config.work_dir)
         return {"files": [[path.name, hashes.file(path)] for path in files]}
-    text = str(source.path)
+    if Path(text).expanduser().is_dir():
+        raise ConfigError(f"{text}: this folder holds no data file; read are {', '.join(DATA_FORMATS)}")
     if text.count("/") != 1 or text.startswith((".", "/", "~")) or Path(text).suffix:
         raise ConfigError(f"{text}: no such file, and not a hub id (owner/name)")
     return {"hub": text, "revision": hub_commit(text, source.revision)}
@@ -185,7 +190,8 @@ def local_files(pattern: str) -> list[Path]:
     """Files a path or glob names, sorted; a folder stands for the data files in it. Empty for a hub id."""
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        files = (p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        return sorted(p for p in files if p.name.lower().endswith(DATA_FORMATS))  # a folder also holds READMEs
     return sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())  # noqa: PTH207
 
 

@@ -22,6 +22,8 @@ def check_skips(assembly: Assembly, listing: Path) -> None:
         {reason: count for reason, count in skipped.items() if reason not in REMOVALS},
         total=rows_in, limit=assembly.data.max_skip_fraction, setting="data.max_skip_fraction", listing=listing,
     )  # fmt: skip
+    if rows_in == 0:
+        raise DataError("data: the sources hold no row at all")
     if sum(len(assembly.plan(split)) for split in SPLITS) == 0:
         raise DataError(f"data: none of {rows_in} rows is left ({_reasons(skipped)}); {listing} names them")
 

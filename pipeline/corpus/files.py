@@ -5,7 +5,8 @@
             raw.file, raw.line, raw.value, raw.problem
 
 A line of a JSONL range is numbered from 1 within the range; `bounds[2]` says which number that is in the file, or None
-where only counting the lines of the ranges before can tell. A damaged line or element is one bad row, not an error.
+where only counting the lines of the ranges before can tell. A damaged line or value is one bad row; a file that breaks
+off or cannot be unpacked is an error, because nobody can count what is lost behind that place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +27,6 @@ _MAX_LINE_BYTES = 32 << 20
 _ROWS_PER_RANGE = 20_000
 _BATCH_ROWS = 256
 _READ_CHARACTERS = 1 << 16
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".parquet", ".arrow", ".feather")
 
 BLANK = "blank"  # the problem of a line that is no row: it only keeps the line numbers right
 
@@ -43,15 +44,10 @@ class Raw:
     detail: str = ""
 
 
-def readable(path: Path) -> bool:
-    """Whether the name has one of the formats read here (a data folder also holds READMEs and licences)."""
-    return path.name.lower().endswith(_SUFFIXES)
-
-
 def file_ranges(path: Path) -> list[Bounds]:
     """(start, stop, number of the first line) of each piece of a file: bytes for JSONL, row groups for parquet.
 
-    Raises DataError for a format that is not read.
+    Raises DataError for a format that is not read, or a file that is damaged or not of the format it is named after.
     """
     kind = _kind(path)
     if kind == "jsonl":
@@ -61,23 +57,35 @@ def file_ranges(path: Path) -> list[Bounds]:
             for start in range(0, max(size, 1), _RANGE_BYTES)
         ]
     if kind == "parquet":
-        return _row_group_ranges(path)
+        with _sound(path, kind):
+            return _row_group_ranges(path)
     return [(0, None, 1)]
 
 
 def file_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Raw]:
-    """Raw rows of a range of a file."""
+    """Raw rows of a range of a file. Raises DataError where the file is damaged beyond one row."""
     kind = _kind(path)
-    if kind == "jsonl":
-        yield from _jsonl(path, start, stop)
-    elif kind == "gzip":
-        yield from _gzip(path)
-    elif kind == "json":
-        yield from _array(path)
-    elif kind == "parquet":
-        yield from _parquet(path, start, stop)
-    else:
-        yield from _arrow(path)
+    with _sound(path, kind):
+        if kind == "jsonl":
+            yield from _jsonl(path, start, stop)
+        elif kind == "gzip":
+            yield from _gzip(path)
+        elif kind == "json":
+            yield from _array(path)
+        elif kind == "parquet":
+            yield from _parquet(path, start, stop)
+        else:
+            yield from _arrow(path)
+
+
+@contextmanager
+def _sound(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's own errors are among these
+        raise DataError(
+            f"{path}: cannot be read as {kind} ({str(error).strip()}): it is damaged, cut off, or of another format"
+        ) from error
 
 
 def _kind(path: Path) -> str:
@@ -117,18 +125,12 @@ def _lines(file: IO[bytes], name: str, stop: int | None) -> Iterator[Raw]:
     number = 0
     while stop is None or file.tell() < stop:
         number += 1
-        try:
-            line = file.readline(_MAX_LINE_BYTES)
-            whole = len(line) < _MAX_LINE_BYTES or line.endswith(b"\n")
-            if not whole:
-                _rest_of_line(file)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            yield Raw(name, number, problem="bad_gzip", detail=f"the file ends or breaks here: {error}")
-            return
+        line = file.readline(_MAX_LINE_BYTES)
         if not line:
             return
-        if not whole:
-            yield Raw(name, number, problem="line_too_long")
+        if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            _rest_of_line(file)
+            yield Raw(name, number, problem="line_too_long", detail=f"longer than {_MAX_LINE_BYTES >> 20} MiB")
         else:
             yield _parsed(line, name, number) if line.strip() else Raw(name, number, problem=BLANK)
 
@@ -168,8 +170,7 @@ def _array(path: Path) -> Iterator[Raw]:
             except (ValueError, RecursionError) as error:
                 problem = str(error)
             if ended or len(buffer) - at > _MAX_LINE_BYTES:
-                yield Raw(path.name, number + 1, problem="bad_json", detail=f"the array breaks off here: {problem}")
-                return
+                raise ValueError(f"element {number + 1} of the array is no JSON or too long: {problem}")
             piece = file.read(max(_READ_CHARACTERS, len(buffer) - at))
             buffer, at, ended = buffer[at:] + piece, 0, not piece
 
@@ -204,9 +205,8 @@ def _parquet(path: Path, start: int, stop: int | None) -> Iterator[Raw]:
         groups = list(range(start, file.num_row_groups if stop is None else stop))
         line = 1
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, use_threads=False):
-            for value in batch.to_pylist():
-                yield Raw(path.name, line, value)
-                line += 1
+            yield from _values(batch, path.name, line)
+            line += batch.num_rows
 
 
 def _arrow(path: Path) -> Iterator[Raw]:
@@ -223,6 +223,20 @@ def _arrow(path: Path) -> Iterator[Raw]:
         line = 1
         for batch in batches:
             for offset in range(0, batch.num_rows, _BATCH_ROWS):
-                for value in batch.slice(offset, _BATCH_ROWS).to_pylist():
-                    yield Raw(path.name, line, value)
-                    line += 1
+                yield from _values(batch.slice(offset, _BATCH_ROWS), path.name, line + offset)
+            line += batch.num_rows
+
+
+def _values(batch: Any, name: str, line: int) -> Iterator[Raw]:
+    """Rows of a record batch. A value that Python cannot hold (text that is no UTF-8, a date far off) costs its row."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            yield Raw(name, line, problem="bad_value", detail=str(error))
+            return
+        for offset in range(batch.num_rows):
+            yield from _values(batch.slice(offset, 1), name, line + offset)
+        return
+    for offset, value in enumerate(rows):
+        yield Raw(name, line + offset, value)

@@ -86,7 +86,7 @@ def first_rows(config: Config, count: int) -> Iterator[Row]:
                     )
                     yield Row.of(source=source, messages=messages, tools=tools)
                     count -= 1
-            except (Skip, ValueError, TypeError):
+            except (Skip, ValueError, TypeError, RecursionError):
                 continue
 
 

@@ -10,6 +10,7 @@ never dropped out of a row that is kept.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,9 +137,11 @@ def _message(turn: Any, table: Mapping[str, str]) -> Message:
 def _text(content: Any) -> str | None:
     if content is None or isinstance(content, str):
         return content
-    if isinstance(content, int | float):
+    if isinstance(content, float) and math.isnan(content):  # what a missing text becomes in some columnar files
+        return None
+    if isinstance(content, int | float) and not isinstance(content, bool):
         return str(content)
-    parts = [content] if isinstance(content, Mapping) else content
+    parts = content if isinstance(content, list | tuple) else [content]
     texts = []
     for part in parts:
         if isinstance(part, str):
@@ -165,8 +168,7 @@ def _call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Skip("bad_tool_call", "a tool call names its function")
     arguments = function.get("arguments", function.get("parameters")) or {}
-    if isinstance(arguments, str):
-        arguments = _parse(arguments, "bad_tool_call")
+    arguments = _without_nulls(_parse(arguments, "bad_tool_call") if isinstance(arguments, str) else arguments)
     clean = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **clean} if isinstance(call.get("id"), str) else clean
 
@@ -179,11 +181,18 @@ def _tools(raw: Mapping[str, Any]) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise Skip("bad_tools", f"a list of tools is expected, found {type(tools).__name__}")
-    return [_parse(tool, "bad_tools") if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
+    return [_tool(_parse(tool, "bad_tools") if isinstance(tool, str) else tool) for tool in tools]
+
+
+def _tool(tool: Any) -> Any:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Skip("bad_tools", "a tool names its function")
+    return _without_nulls(tool)
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columnar files fill absent keys with nulls; without them the same tools read the same from every format."""
+    """Columnar files fill absent keys with nulls; without them tools and calls read the same from every format."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -192,7 +201,7 @@ def _without_nulls(value: Any) -> Any:
 def _parse(text: str, reason: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Skip(reason, f"not valid JSON: {error}") from error
 
 

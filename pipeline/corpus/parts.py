@@ -137,15 +137,15 @@ class PartWriter:
     def _store(self, raw: Raw, order: int, unit: Unit, found: _Found, buffer: _Buffer) -> None:
         if raw.problem is not None:
             raise Skip(raw.problem, raw.detail)
-        source, messages, tools = normalise(
-            raw.value, roles=self.data.roles, name=unit.source.name, default_source=unit.default_name
-        )
         try:
+            source, messages, tools = normalise(
+                raw.value, roles=self.data.roles, name=unit.source.name, default_source=unit.default_name
+            )
             row = Row.of(source=source, messages=messages, tools=tools)
             line = row.line()
         except UnicodeEncodeError as error:
             raise Skip("bad_unicode", str(error)) from error
-        except (ValueError, TypeError) as error:  # NaN, dates, bytes: in tools and call arguments
+        except (ValueError, TypeError, RecursionError) as error:  # NaN, dates, endless nesting: in tools and calls
             raise Skip("not_json", str(error)) from error
         found.read[source] += 1
         if not sampled(row.id, unit.source.weight):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import canonical
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, DataError
 
 SPLITS = ("train", "calibration", "evaluation")
 Message = dict[str, Any]
@@ -59,10 +59,14 @@ def content_id(messages: list[Message], tools: list[Any] | None) -> str:
 
 
 def copy_id(row_id: str, copy: int) -> str:
-    """Id of the `copy`-th repetition of a row where repetitions are kept; it stays in the original's split."""
-    if copy == 0:
-        return row_id
-    return row_id[:_STEM] + hashlib.sha256(f"{row_id}#{copy}".encode()).hexdigest()[:4]
+    """Id of the `copy`-th repetition of a row where repetitions are kept; it stays in the original's split.
+
+    Raises DataError for more copies than there are ids that share the original's stem.
+    """
+    last, room = int(row_id[_STEM:], 16), 16 ** (len(row_id) - _STEM)
+    if copy >= room:
+        raise DataError(f"row {row_id} stands there more than {room} times; set data.exact_duplicates: true")
+    return f"{row_id[:_STEM]}{(last + copy) % room:04x}"
 
 
 def unit_interval(row_id: str, salt: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.config import Data, Source
 from pipeline.corpus.demo import demo_rows, demo_size
-from pipeline.corpus.files import BLANK, Raw, file_ranges, file_rows, readable
+from pipeline.corpus.files import BLANK, Raw, file_ranges, file_rows
 from pipeline.corpus.hub import hub_rows
 from pipeline.errors import ConfigError
 from pipeline.identity import hub_commit, local_files
@@ -113,8 +113,6 @@ def _pieces(source: Source) -> list[Piece]:
         size = min(count for count in (size, source.limit) if count is not None)
         return _row_ranges(source.demo, size)
     files = local_files(str(source.path))
-    if Path(str(source.path)).expanduser().is_dir():
-        files = [file for file in files if readable(file)]
     if files:
         return [Piece(str(file), *bounds) for file in files for bounds in file_ranges(file)]
     return _row_ranges(str(source.path), len(hub_split(source)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.artifact import Artifact
+from pipeline.chain import resolve
 from pipeline.config import Config
 from pipeline.corpus.template import ChatTemplate
 from pipeline.corpus.tokens import read_tokens
@@ -17,8 +20,9 @@ from tests.unit.corpus.stage import Recorder, chat, listing_of, make_config, run
 
 
 def prepare(
-    tmp_path: Path, rows: list[Any], *, template: str | None = None, work: str = "work", **sections: Any
-) -> Config:
+    tmp_path: Path, rows: list[Any], *, template: str | None = None, work: str = "work",
+    data: dict[str, Any] | None = None, **sections: Any,
+) -> Config:  # fmt: skip
     """A finished data stage of `rows`, read without answers, over a folder that holds only a tokenizer."""
     folder = tmp_path / "target"
     if not folder.exists():
@@ -26,7 +30,7 @@ def prepare(
         (folder / "model.safetensors").write_bytes(b"weights are never read here")
     path = write_jsonl(tmp_path / "corpus.jsonl", rows)
     split = {"calibration_fraction": 0.0, "evaluation_fraction": 0.0}
-    data = {"sources": [{"path": str(path)}], "shard_rows": 16, **split}
+    data = {"sources": [{"path": str(path)}], "shard_rows": 16, **split, **(data or {})}
     target = {"model": str(folder)}
     made = make_config(tmp_path / work, target=target, data=data, answers={"enabled": False}, **sections)
     run_stage(made, "data")
@@ -35,6 +39,34 @@ def prepare(
 
 def tokens_of(artifact: Artifact) -> list[Any]:
     return [row for fact in artifact.manifest()["shards"] for row in read_tokens(artifact.path / fact["file"])]
+
+
+@pytest.mark.case("DAT-09")
+@pytest.mark.parametrize("shard_rows", [1, 4, 16])
+def test_a_tools_column_of_some_rows_costs_no_other_row(tmp_path: Path, shard_rows: int) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}]
+    rows = [chat(f"Q{n}?", f"Answer {n}.") for n in range(7)]
+    rows += [{**chat("Add.", "Two."), "tools": value} for value in (json.dumps(tools), tools, [json.dumps(tools[0])])]
+    rows += [{**chat("Add?", "Two."), "tools": value} for value in (None, "", [])] + [chat("Add?", "Two.")]
+    rows += [{**chat("Spoilt.", "Two."), "tools": "{"}]
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + template_text()
+    made = prepare(
+        tmp_path, rows, template=template,
+        data={"shard_rows": shard_rows, "exact_duplicates": False, "max_skip_fraction": 0.1},
+    )  # fmt: skip
+    data, tokens = resolve(made)["data"].manifest(), run_stage(made, "tokens")
+    assert data["skipped"] == {"bad_tools": 1}
+    assert data["rows"]["out"] == len(rows) - 1 == tokens.manifest()["samples"]
+    assert tokens.manifest()["skipped"] == {}
+    text = [ChatTemplate(made.target.model or "", made.template).decode(row.ids) for row in tokens_of(tokens)]
+    assert Counter(text) == {
+        **Counter(
+            f"<|im_start|>user\nQ{n}?<|im_end|>\n<|im_start|>assistant\nAnswer {n}.<|im_end|>\n" for n in range(7)
+        ),
+        "<|im_start|>user\nAdd?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n": 4,
+        '[{"function": {"name": "add", "parameters": {"type": "object"}}, "type": "function"}]'
+        "<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n": 3,
+    }
 
 
 @pytest.mark.case("DAT-05")

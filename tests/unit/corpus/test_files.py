@@ -70,15 +70,38 @@ def test_a_line_too_long_to_hold_is_one_bad_row(tmp_path: Path, monkeypatch: pyt
     assert [(raw.line, raw.problem) for raw in file_rows(path)] == [(1, "line_too_long"), (2, None)]
 
 
-def test_files_that_break_off_keep_what_came_before(tmp_path: Path) -> None:
-    array = tmp_path / "rows.json"
-    array.write_text('[{"a": 1}, {"a": 2}, {"a": ')
-    assert [raw.problem for raw in file_rows(array)] == [None, None, "bad_json"]
-    packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(b"".join(b'{"a": %d}\n' % n for n in range(5000)))[:-200])
-    problems = [raw.problem for raw in file_rows(packed)]
-    assert problems[0] is None
-    assert problems[-1] == "bad_gzip"
+def test_a_file_that_breaks_off_or_is_something_else_is_named_and_never_read_as_a_shorter_one(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Question {n}?", "response": "Yes. " * n} for n in range(3000)]
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "whole.parquet")
+    with pa.ipc.new_stream(tmp_path / "whole.arrow", pa.Table.from_pylist(rows).schema) as stream:
+        stream.write_table(pa.Table.from_pylist(rows), max_chunksize=100)
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    spoilt = {
+        "cut.json": json.dumps(rows).encode()[:-200],
+        "bad.json": b'[{"a": 1}, {bad}, {"a": 2}]',
+        "cut.jsonl.gz": gzip.compress(lines)[:-200],
+        "other.jsonl.gz": lines,
+        "cut.arrow": (tmp_path / "whole.arrow").read_bytes()[:-5000],
+        "empty.arrow": b"",
+        "other.arrow": lines,
+        "cut.parquet": whole[:-200],
+        "page.parquet": whole[:2000] + bytes(600) + whole[2600:],
+        "empty.parquet": b"",
+        "other.parquet": lines,
+    }
+    for name, content in spoilt.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: cannot be read as"):
+            for bounds in file_ranges(tmp_path / name):
+                list(file_rows(tmp_path / name, bounds[0], bounds[1]))
+
+
+def test_a_value_python_cannot_hold_costs_its_own_row(tmp_path: Path) -> None:
+    texts = pa.array([b"Yes", b"\xff", b"No"], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"prompt": ["a", "b", "c"], "response": texts}), tmp_path / "rows.parquet")
+    found = [(raw.line, raw.problem) for raw in file_rows(tmp_path / "rows.parquet")]
+    assert found == [(1, None), (2, "bad_value"), (3, None)]
 
 
 def test_lines_in_a_file_called_json_are_lines(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+import math
 from typing import Any
 
 import pytest
@@ -101,11 +104,43 @@ def test_tools_read_the_same_as_text_and_as_a_list() -> None:
     columnar = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "items": None}}}]
     read = [
         normalise({"messages": CHAT, "tools": value}, roles={}, name=None, default_source="")[2]
-        for value in (tools, json.dumps(tools), [json.dumps(tools[0])], columnar)
+        for value in (tools, json.dumps(tools), [json.dumps(tools[0])], columnar, json.dumps(columnar))
     ]
-    assert read == [tools] * 4
+    assert read == [tools] * 5
     assert normalise({"messages": CHAT, "tools": ""}, roles={}, name=None, default_source="")[2] is None
-    assert reason_of({"messages": CHAT, "tools": "{not json"}) == "bad_tools"
+
+
+@pytest.mark.parametrize(
+    "tools", ["{not json", "[" * 100_000, '{"name": "add"}', 7, [5], ['"add"'], [{}], [{"function": "add"}]]
+)
+def test_tools_that_name_no_function_are_refused(tools: Any) -> None:
+    assert reason_of({"messages": CHAT, "tools": tools}) == "bad_tools"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (math.nan, "null_content"),
+        (True, "non_text_content"),
+        (datetime.date(2025, 1, 1), "non_text_content"),
+        (decimal.Decimal("1.5"), "non_text_content"),
+        (b"bytes", "non_text_content"),
+    ],
+)
+def test_what_columnar_files_hold_instead_of_text_is_refused_by_name(content: Any, reason: str) -> None:
+    assert reason_of({"prompt": "Hi", "response": content}) == reason
+
+
+def test_absent_arguments_of_a_columnar_call_are_no_nulls() -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        turn = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+        }
+        return messages_of({"messages": [CHAT[1], turn]})[1]
+
+    assert call({"x": 1}) == call({"x": 1, "y": None}) == call('{"x": 1}')
 
 
 def test_tool_calls_of_both_worlds_read_the_same() -> None:

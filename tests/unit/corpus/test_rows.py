@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.corpus.rows import Row, copy_id, read_rows, sampled, split_of
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, DataError
 
 IDS = [hashlib.sha256(str(number).encode()).hexdigest()[:16] for number in range(12_501)]
 
@@ -43,10 +43,12 @@ def test_ids_follow_content_not_source_and_copies_stay_in_their_split() -> None:
     row = Row.of(source="a", messages=chat)
     assert row.id == Row.of(source="b", messages=chat).id
     assert row.id != Row.of(source="a", messages=[{"role": "user", "content": "Hi "}]).id
-    copies = [copy_id(row.id, number) for number in range(50)]
+    copies = [copy_id(row.id, number) for number in range(1 << 16)]
     assert copies[0] == row.id
-    assert len(set(copies)) == 50
-    assert len({split_of(copy, calibration=0.3, evaluation=0.3) for copy in copies}) == 1
+    assert len(set(copies)) == 1 << 16
+    with pytest.raises(DataError, match="exact_duplicates"):
+        copy_id(row.id, 1 << 16)
+    assert len({split_of(copy, calibration=0.3, evaluation=0.3) for copy in copies[::1000]}) == 1
 
 
 def test_weight_keeps_about_its_share_and_is_independent_of_the_split() -> None:
