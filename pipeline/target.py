@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline import schema
 from pipeline.errors import ConfigError
 from pipeline.frozen import Frozen, frozen_parts, load_frozen, text_config
+from pipeline.kernels import grouped_attention
 from pipeline.preflight import check_layers, default_layers
 
 transformers_logging.disable_progress_bar()  # its bar over tensors would tear our lines
@@ -104,6 +105,8 @@ class Target:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=implementation, **placement, **options
         )
+        if attention == "auto" and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(grouped_attention.register())
         frozen = None
         if spread:  # weights may be split or off-loaded: read the shared parts on their own
             frozen = load_frozen(path, dtype=dtype, device=device, **options)

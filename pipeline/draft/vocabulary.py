@@ -68,8 +68,3 @@ def count_tokens(ids: Tensor, mask: Tensor, vocab_size: int) -> Tensor:
     if picked.numel() and not 0 <= int(picked.min()) <= int(picked.max()) < vocab_size:
         raise DataError(f"a training row holds token ids up to {int(picked.max())}; the target has {vocab_size}")
     return torch.bincount(picked, minlength=vocab_size)
-
-
-def covered_mass(probs_NV: Tensor, token_ids: Tensor) -> Tensor:
-    """The target's probability inside the draft vocabulary [N]: what acceptance cannot exceed."""
-    return probs_NV[:, token_ids].sum(-1)

@@ -66,7 +66,8 @@ def slot_loss_eager(
         divergence_S = F.kl_div(torch.log_softmax(logits_SC, -1), inside_SC, reduction="none").sum(-1)
     loss = (weights.ce_S * ce_S + weights.divergence_S * divergence_S).sum()
     greedy_S = (best_S == p_t_SV.argmax(-1)).to(dtype)
-    return loss, SlotStatistics(ce_S.detach(), l1_S.detach(), divergence_S.detach(), greedy_S)
+    outside_S = torch.zeros_like(l1_S) if words is None else p_t_SV[:, words.t2d_V < 0].sum(-1)
+    return loss, SlotStatistics(ce_S.detach(), l1_S.detach(), divergence_S.detach(), greedy_S, outside_S)
 
 
 def _logits(hidden_SD: Tensor, head: Head) -> Tensor:

@@ -42,12 +42,13 @@ class SlotWeights:
 
 @dataclass(frozen=True)
 class SlotStatistics:
-    """Detached facts per slot, fp32 (fp64 for fp64 inputs)."""
+    """Detached facts per slot, fp32 (fp64 for fp64 inputs). `outside_S` is p_t's mass outside the draft vocabulary."""
 
     ce_S: Tensor
     l1_S: Tensor
     divergence_S: Tensor
     greedy_S: Tensor
+    outside_S: Tensor
 
     @property
     def acceptance_S(self) -> Tensor:
@@ -85,14 +86,19 @@ def slot_loss(
         (scalar fp32 loss, statistics). Zero slots give an exact zero that still carries a graph.
     """
     problem = _Problem(draft_head, target_head, teacher, words, rows_S, labels_S, weights, divergence, chunk)
-    loss, ce_S, l1_S, divergence_S, greedy_S = _SlotLoss.apply(hidden_SD, markov_Sr, w2_Cr, problem)
-    return loss, SlotStatistics(ce_S, l1_S, divergence_S, greedy_S)
+    loss, *facts = _SlotLoss.apply(hidden_SD, markov_Sr, w2_Cr, problem)
+    return loss, SlotStatistics(*facts)
+
+
+def chunk_slots(chunk: int, vocabulary: int) -> int:
+    """Slots whose logits exist at a time: `chunk`, or fewer where the vocabulary is large."""
+    return max(1, min(chunk, max(_FEWEST_SLOTS, _BUFFER_ELEMENTS // vocabulary)))
 
 
 def chunk_bounds(rows_S: Tensor, chunk: int, vocabulary: int) -> list[tuple[int, int]]:
     """Cut S sorted slots into runs of at most `chunk`, never between two slots of one teacher row (unless one row's
     slots alone are more), so that no target distribution is needed twice."""
-    limit = max(1, min(chunk, max(_FEWEST_SLOTS, _BUFFER_ELEMENTS // vocabulary)))
+    limit = chunk_slots(chunk, vocabulary)
     counts = torch.unique_consecutive(rows_S.cpu(), return_counts=True)[1].tolist()
     bounds, start, end = [], 0, 0
     for count in counts:
@@ -127,7 +133,7 @@ class _SlotLoss(torch.autograd.Function):
         ctx.gradients = (sums.d_hidden_SD, sums.d_markov_Sr, sums.d_w2_Cr)
         weights = problem.weights
         terms = sums.ce_S * weights.ce_S + sums.divergence_S * weights.divergence_S
-        outputs = (terms.sum(), sums.ce_S, sums.l1_S, sums.divergence_S, sums.greedy_S)
+        outputs = (terms.sum(), sums.ce_S, sums.l1_S, sums.divergence_S, sums.greedy_S, sums.outside_S)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -147,8 +153,8 @@ class _Accumulator:
     ) -> None:
         self.hidden_SD, self.markov_Sr, self.w2_Cr, self.problem = hidden_SD, markov_Sr, w2_Cr, problem
         self.dtype = torch.float64 if hidden_SD.dtype == torch.float64 else torch.float32
-        zeros_4S = hidden_SD.new_zeros((4, hidden_SD.shape[0]), dtype=self.dtype)
-        self.ce_S, self.l1_S, self.divergence_S, self.greedy_S = zeros_4S
+        zeros_5S = hidden_SD.new_zeros((5, hidden_SD.shape[0]), dtype=self.dtype)
+        self.ce_S, self.l1_S, self.divergence_S, self.greedy_S, self.outside_S = zeros_5S
         self.gradients = gradients
         self.d_hidden_SD = torch.zeros_like(hidden_SD) if gradients else None
         self.d_markov_Sr = torch.zeros_like(markov_Sr) if gradients and markov_Sr is not None else None
@@ -178,7 +184,7 @@ class _Accumulator:
         self.ce_S[here] = (lse_c1 - label_z_c1).squeeze(1)
 
         difference_cC = law.subtract_from(p_cC, law_row_c, out=self.buffer("difference", end - start) if kl else z_cC)
-        outside_c = law.outside_P[law_row_c]
+        outside_c = self.outside_S[here] = law.outside_P[law_row_c]
         self.l1_S[here] = torch.linalg.vector_norm(difference_cC, ord=1, dim=1) + outside_c
         self.divergence_S[here] = _kl(p_cC, difference_cC, z_cC, lse_c1, outside_c) if kl else self.l1_S[here]
         if not self.gradients:

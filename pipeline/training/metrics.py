@@ -13,7 +13,7 @@ from pipeline.speculative.teacher import TopTeacher
 from pipeline.training.microbatch import MicroBatch
 from pipeline.training.terms import Terms
 
-SLOT_COLUMNS = ("slots", "acceptance", "greedy", "tv", "ce", "in_vocabulary", "confidence_error")
+SLOT_COLUMNS = ("slots", "acceptance", "greedy", "tv", "ce", "in_vocabulary", "covered_mass", "confidence_error")
 TOTALS = (
     "weight",
     "ce_weight",
@@ -72,6 +72,7 @@ def measure(batch: MicroBatch, slots: SlotStatistics, weights_S: Tensor) -> Sums
         "tv": 0.5 * slots.l1_S.double(),
         "ce": slots.ce_S.double() * known_S,
         "in_vocabulary": known_S.double(),
+        "covered_mass": 1 - slots.outside_S.double(),
         "confidence_error": torch.zeros_like(accepted_S),
     }
     sums = Sums.zero(block_size, accepted_S.device)
@@ -110,7 +111,8 @@ def report(sums: Sums, terms: Terms) -> dict[str, float]:
     """Reported numbers from reduced sums. Numbers without data are left out, never 0.
 
     `confidence_excess` is the confidence loss above the entropy of its soft labels: what the head can still learn. The
-    loss itself rises while a drafter improves, because labels near 0 become labels in between.
+    loss itself rises while a drafter improves, because labels near 0 become labels in between. `in_vocabulary` is the
+    share of labels a draft vocabulary holds, `covered_mass` the target's mass in it, which bounds acceptance (S30).
     """
     totals = dict(zip(TOTALS, sums.totals_N.tolist(), strict=True))
     ce = _ratio(totals["ce"], totals["ce_weight"])
@@ -131,7 +133,7 @@ def report(sums: Sums, terms: Terms) -> dict[str, float]:
     columns = dict(zip(SLOT_COLUMNS, sums.slots_KM.T.tolist(), strict=True))
     count = sum(columns["slots"])
     found |= {name: _ratio(sum(columns[name]), count) for name in ("acceptance", "greedy", "confidence_error")}
-    found["in_vocabulary"] = _ratio(sum(columns["in_vocabulary"]), count)
+    found |= {name: _ratio(sum(columns[name]), count) for name in ("in_vocabulary", "covered_mass")}
     for slot, slots in enumerate(columns["slots"]):
         found[f"acceptance_{slot + 1}"] = _ratio(columns["acceptance"][slot], slots)
     return {name: value for name, value in found.items() if value is not None}

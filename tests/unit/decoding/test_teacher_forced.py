@@ -78,5 +78,5 @@ def test_a_perfect_draft_accepts_every_slot_the_first_one_included(layout):
         labels_S=torch.zeros(slots, dtype=torch.long), teacher=None, tokens=0, keys=[],
     )  # fmt: skip
     zeros = torch.zeros(slots)
-    totals = measure(batch, SlotStatistics(zeros, zeros, zeros, zeros), torch.ones(slots)).totals_N
+    totals = measure(batch, SlotStatistics(*[zeros] * 5), torch.ones(slots)).totals_N
     assert float(totals[TOTALS.index("tau")] / totals[TOTALS.index("blocks")]) == block_size + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.draft.vocabulary import choose_vocabulary, count_tokens, covered_mass
+from pipeline.draft.vocabulary import choose_vocabulary, count_tokens
 from pipeline.errors import ConfigError, DataError
 
 
@@ -50,8 +50,3 @@ def test_only_supervised_tokens_count() -> None:
     assert count_tokens(ids, mask * 0, 5).tolist() == [0] * 5
     with pytest.raises(DataError, match="token ids up to 3; the target has 3"):
         count_tokens(ids, mask, 3)
-
-
-def test_coverage_is_the_targets_mass_inside() -> None:
-    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.0, 0.0, 1.0, 0.0]])
-    assert covered_mass(probs, torch.tensor([0, 3])).tolist() == [0.625, 0.0]

@@ -89,7 +89,7 @@ def run(function: Any, arguments: dict[str, Any], **changes: Any) -> dict[str, T
     loss, statistics = function(**{**arguments, **leaves, **changes})
     loss.backward()
     found = {"loss": loss.detach(), "ce": statistics.ce_S, "c*": statistics.acceptance_S}
-    found |= {"greedy": statistics.greedy_S, "divergence": statistics.divergence_S}
+    found |= {"greedy": statistics.greedy_S, "outside": statistics.outside_S, "divergence": statistics.divergence_S}
     return found | {f"d_{name}": leaves[name].grad for name in names}
 
 
