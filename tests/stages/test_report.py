@@ -1,0 +1,43 @@
+"""What a finished run leaves to look at: pictures on every stage's run, and report.html on the parent's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import load
+from pipeline.tracking.places import store_uri
+from tests.stages import whole_chain
+
+PICTURES = {
+    "train": ("loss", "acceptance_by_slot", "acceptance", "tau", "learning_rate", "throughput"),
+    "calibrate": ("reliability-T0", "reliability-T1"),
+    "profile": ("sps",),
+    "evaluate": ("tau", "acceptance", "thresholds", "lab-T0", "lab-T1"),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(finished: Path) -> dict[str, Path]:
+    """Stage, or "parent" -> the folder in which MLflow keeps the files of its run in experiment `debug`."""
+    tracking: Any = pytest.importorskip("mlflow.tracking")
+    client = tracking.MlflowClient(tracking_uri=store_uri(load(whole_chain.DEBUG, [f"work_dir={finished}"])))
+    runs = client.search_runs([client.get_experiment_by_name("debug").experiment_id])
+    return {run.data.tags.get("stage", "parent"): Path(run.info.artifact_uri.removeprefix("file://")) for run in runs}
+
+
+@pytest.mark.parametrize("stage", PICTURES)
+def test_pictures_lie_on_the_run_of_their_stage(stored: dict[str, Path], stage: str) -> None:
+    pictures = {path.stem: path for path in stored[stage].rglob("*.png")}
+    assert set(pictures) == set(PICTURES[stage])
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
+
+
+def test_run_ends_in_a_report_that_shows_everything(finished: Path, stored: dict[str, Path]) -> None:
+    text = (finished / "runs" / "debug" / "report.html").read_text(encoding="utf-8")
+    assert "Nothing to show yet" not in text and "Every stage is finished." in text
+    assert text.count("data:image/png") == sum(map(len, PICTURES.values()))
+    assert (stored["parent"] / "report.html").read_text(encoding="utf-8") == text, "redaction finds nothing to hide"
+    assert "runs/debug/report.html" in (finished.parent / "output.txt").read_text(encoding="utf-8")
