@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.corpus.normalise import Skip
-from pipeline.corpus.rows import Message, Row
+from pipeline.corpus.rows import FINISHED, Message, Row
 
 GIVEN = "given"
 
@@ -57,16 +57,20 @@ class Dialogue:
         return None
 
     def answer(self, message: Message, reason: str) -> None:
-        """Take the target's answer to the last question. `reason` is stop, length, or a server's own word."""
+        """Take the target's answer to the last question. `reason` is stop, length, or a server's own word.
+
+        A word that is not one of `FINISHED` (length, abort, none at all) means that the answer is cut.
+        """
         if not message["content"].strip() and not message.get("tool_calls"):
             self.fail(Skip("empty_answer", f"turn {self.turn}, finish reason {reason}"))
             return
-        if reason == "length" and self.cut_answers == "drop":
-            self.fail(Skip("truncated_answer", f"turn {self.turn}"))
+        cut = reason not in FINISHED
+        if cut and self.cut_answers == "drop":
+            self.fail(Skip("truncated_answer", f"turn {self.turn}, finish reason {reason}"))
             return
         self.messages.append({"role": "assistant", **message})
         self.finish_reasons.append(reason)
-        if reason == "length" or message.get("tool_calls"):
+        if cut or message.get("tool_calls"):
             # What follows in the data would answer something else than a cut answer, or a call of a tool.
             self._place = len(self.original.messages)
 

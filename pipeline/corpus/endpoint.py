@@ -35,7 +35,7 @@ def compare(template: ChatTemplate, endpoint: str, model: str, messages: Sequenc
         if theirs is None:
             counted = _post(f"{root}/chat/completions", {**body, "max_tokens": 1})["usage"]["prompt_tokens"]
             return f"{endpoint} counts {counted} prompt tokens, we have {len(ours)}", counted == len(ours)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{endpoint} cannot be asked for its tokens ({type(error).__name__}: {error})", False
     if theirs == ours:
         return f"{endpoint} renders the same {len(ours)} tokens", True

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline import config as schema
 from pipeline.corpus.normalise import Skip
-from pipeline.corpus.rows import Message, Row
+from pipeline.corpus.rows import FINISHED, Message, Row
 from pipeline.corpus.template import ChatTemplate
 
 
@@ -64,7 +64,7 @@ def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> 
         try:
             if reason == "given":
                 raise Skip("given", "a tool call or other turn that the target did not produce")
-            ids, mask = _turn(template, row, place, cut=reason == "length", settings=settings)
+            ids, mask = _turn(template, row, place, cut=reason not in FINISHED, settings=settings)
             rendered.rows.append(TokenRow(ids, mask, turn))
         except Skip as skip:
             rendered.skipped.append((turn, skip.reason, str(skip.facts.get("detail", ""))))

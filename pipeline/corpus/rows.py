@@ -19,6 +19,7 @@ from pipeline.artifact import canonical
 from pipeline.errors import ArtifactError, DataError
 
 SPLITS = ("train", "calibration", "evaluation")
+FINISHED = ("stop", "tool_calls", "function_call")  # finish reasons of an answer that the target itself ended
 Message = dict[str, Any]
 
 _STEM = 12  # hex digits of an id that copies of the same content share
@@ -27,7 +28,7 @@ _SCALE = 1 << 48
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation. `finish_reasons` (answers only) has one entry per assistant turn: stop, length, or given."""
+    """A conversation. `finish_reasons` (answers only) has one entry per assistant turn: stop, length, given …"""
 
     id: str
     source: str

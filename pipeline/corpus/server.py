@@ -41,12 +41,14 @@ _LOST_ROWS = 8  # rows in a row that no endpoint would answer: the servers are g
 
 @dataclass
 class _Endpoint:
-    """One server. `busy` requests are in flight; `failures` counts errors since its last answer."""
+    """One server. `busy` requests are in flight; `failures` counts errors since its last answer; `strange`: it answers
+    under another model name than the one asked for."""
 
     url: str
     client: AsyncOpenAI
     busy: int = 0
     failures: int = 0
+    strange: bool = False
 
 
 @dataclass
@@ -152,7 +154,7 @@ class ServerAnswers:
 
         Raises Skip when the server refuses the row or no endpoint answers it, DataError when rows get no answer at all.
         """
-        from openai import APIConnectionError, APIStatusError
+        from openai import APIConnectionError, APIError, APIStatusError
 
         request = self._request(dialogue, messages)
         problem = ""
@@ -161,14 +163,17 @@ class ServerAnswers:
                 longest = min(_FIRST_DELAY_SECONDS * 2 ** (attempt - 1), _LONGEST_DELAY_SECONDS)
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))
                 stopping.check()
-            endpoint = min(
-                self.endpoints, key=lambda one: (one.busy >= self.settings.concurrency, one.failures, one.busy)
-            )
+            endpoint = self._least_busy()
             endpoint.busy += 1
             try:
                 response = await endpoint.client.chat.completions.create(**request)
+                answer = incoming(response)
+                self._check_model(endpoint, response.model)
                 endpoint.failures = self.lost = 0
-                return incoming(response)
+                return answer
+            except Skip:
+                endpoint.failures = self.lost = 0
+                raise
             except APIStatusError as error:
                 problem = f"{endpoint.url}: HTTP {error.status_code}: {error.message[:200]}"
                 if error.status_code in _WRONG_ADDRESS:
@@ -179,6 +184,9 @@ class ServerAnswers:
             except APIConnectionError as error:  # time-outs included
                 problem = f"{endpoint.url}: {error.message}"
                 endpoint.failures += 1
+            except (APIError, ValueError) as error:  # an empty body, a proxy's page: no reply of this protocol
+                problem = f"{endpoint.url}: not a chat completion: {error}"
+                endpoint.failures += 1
             finally:
                 endpoint.busy -= 1
         self.lost += 1
@@ -188,6 +196,12 @@ class ServerAnswers:
                 f"last: {problem}. What was answered is kept: the same command goes on when the servers are back"
             )
         raise Skip("server_error", problem)
+
+    def _check_model(self, endpoint: _Endpoint, served: object) -> None:
+        """Say once when a server answers under another name than the one asked for: whose answers are these?"""
+        if served != self.model and not endpoint.strange:
+            endpoint.strange = True
+            say(f"{endpoint.url} answers as model {served!r}, asked was {self.model!r}", warning=True)
 
     def _least_busy(self) -> _Endpoint:
         limit = self.settings.concurrency

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipeline.artifact import canonical
 from pipeline.corpus.normalise import Skip, tool_calls
 from pipeline.corpus.rows import Message
 
@@ -28,18 +29,29 @@ def outgoing(messages: list[Message]) -> list[Message]:
 
 
 def incoming(response: Any) -> tuple[Message, str, int]:
-    """Message, finish reason and number of tokens of a response. Raises Skip when it holds no answer."""
-    if not response.choices:
-        raise Skip("no_choice", "the server sent no choice")
-    choice = response.choices[0]
+    """Message, finish reason and number of tokens of a response.
+
+    Raises Skip when the answer cannot be used, ValueError when the reply is none of this protocol.
+    """
+    choices = getattr(response, "choices", None)
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    said = getattr(choice, "message", None)
+    if choice is None or said is None:
+        raise ValueError("the reply holds no answer")
     if choice.finish_reason == "content_filter":
         raise Skip("content_filter")
-    message: Message = {"content": choice.message.content or ""}
-    extra = choice.message.model_extra or {}
+    if not isinstance(said.content, str | None):
+        raise ValueError(f"the answer's content is {type(said.content).__name__}, not text")
+    message: Message = {"content": said.content or ""}
+    extra = said.model_extra or {}
     reasoning = extra.get("reasoning_content") or extra.get("reasoning")
     if isinstance(reasoning, str) and reasoning.strip():
         message["reasoning_content"] = reasoning
-    if choice.message.tool_calls:
-        message["tool_calls"] = tool_calls([call.model_dump(exclude_none=True) for call in choice.message.tool_calls])
+    if said.tool_calls:
+        message["tool_calls"] = tool_calls([call.model_dump(exclude_none=True) for call in said.tool_calls])
+    try:
+        canonical(message)
+    except UnicodeEncodeError as error:
+        raise Skip("bad_unicode", str(error)) from error
     tokens = response.usage.completion_tokens if response.usage else 0
-    return message, str(choice.finish_reason), int(tokens)
+    return message, str(choice.finish_reason), tokens if isinstance(tokens, int) else 0

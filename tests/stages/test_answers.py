@@ -155,6 +155,55 @@ def test_failures_move_to_another_endpoint_and_a_refused_row_costs_itself(tmp_pa
     assert "too long" in listing_of(artifact)[0]["detail"]
 
 
+def reply(**choice: Any) -> bytes:
+    whole = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "A."}, **choice}
+    return json.dumps({"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [whole]}).encode()
+
+
+NO_ANSWERS = [
+    b"", b"<html>bad gateway</html>", b"[]", b"{}", b'{"error": {"message": "overloaded"}}', b'{"choices": null}',
+    b'{"choices": [{}]}', reply(message=None), reply(message={"content": ["a"]}), reply(message={"content": 5}),
+]  # fmt: skip
+
+
+def test_a_reply_that_is_no_answer_is_a_failed_attempt_and_never_stored(tmp_path: Path) -> None:
+    lies = dict(zip((f"Q{n}?" for n in range(10)), NO_ANSWERS, strict=True))
+
+    def lying_once(body: dict[str, Any], count: int) -> tuple[int, str | bytes, str]:
+        lie = lies.pop(body["messages"][-1]["content"], None)
+        return echo(body, count) if lie is None else (200, lie, "")
+
+    with serve(lying_once) as stub:
+        artifact = run_stage(prepare(tmp_path, [stub.url]), "answers")
+        assert len(stub.bodies) == 20
+    assert Counter(row["messages"][1]["content"] for row in rows_of(artifact)) == {f"About Q{n}?": 1 for n in range(10)}
+    with serve(lambda body, count: (200, b"", "")) as stub:
+        made = prepare(tmp_path / "always", [stub.url], answers={"retries": 1, "concurrency": 1})
+        with pytest.raises(DataError, match=r"got no answer from 1 endpoint.*not a chat completion"):
+            run_stage(made, "answers")
+
+
+def test_only_an_answer_the_target_ended_itself_counts_as_finished(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = {"Q0?": None, "Q1?": "abort", "Q2?": "length", "Q3?": "stop"}
+    surrogate = reply(message={"role": "assistant", "content": "\ud800"})
+
+    def odd(body: dict[str, Any], count: int) -> tuple[int, str | bytes, str]:
+        question = body["messages"][-1]["content"]
+        return 200, surrogate if question == "Q4?" else reply(finish_reason=words.get(question, "stop")), ""
+
+    rows = [chat(f"Q{n}?", "old", f"More {n}?", "old") for n in range(5)]
+    with serve(odd) as stub:
+        made = prepare(tmp_path, [stub.url], rows=rows, answers={"max_skip_fraction": 0.2})
+        artifact = run_stage(made, "answers")
+    assert artifact.manifest()["finish_reasons"] == {"None": 1, "abort": 1, "length": 1, "stop": 2}
+    assert artifact.manifest()["skipped"] == {"bad_unicode": 1}
+    whole = [row["messages"][0]["content"] for row in rows_of(artifact) if len(row["messages"]) == 4]
+    assert whole == ["Q3?"]  # no second question follows an answer that broke off
+    assert capfd.readouterr().err.count("answers as model 'm', asked was 'served'") == 1
+
+
 def test_silent_servers_and_wrong_addresses_stop_the_stage(tmp_path: Path) -> None:
     rows = [chat(f"Q{n}?", "old") for n in range(30)]
     with serve(lambda body, count: (500, "down", "")) as stub:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# Body of a request, number of requests so far → HTTP status, and (content, finish reason) of the answer.
-Behaviour = Callable[[dict[str, Any], int], tuple[int, str, str]]
+# Body of a request, number of requests so far → HTTP status, and (content, finish reason) of the answer. Content in
+# bytes is the whole reply as it is: what a proxy, or a server that is none, may send.
+Behaviour = Callable[[dict[str, Any], int], tuple[int, str | bytes, str]]
 
 
 def echo(body: dict[str, Any], count: int) -> tuple[int, str, str]:
@@ -58,6 +59,10 @@ def serve(behaviour: Behaviour = echo, *, delay_seconds: float = 0.0) -> Iterato
             count = stub.arrive(body)
             time.sleep(delay_seconds)
             status, content, reason = behaviour(body, count)
+            if isinstance(content, bytes):
+                stub.leave(None)
+                self._send(status, content)
+                return
             choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": content}}
             usage = {"prompt_tokens": 1, "completion_tokens": len(content.split()), "total_tokens": 1}
             answer = {
@@ -65,6 +70,9 @@ def serve(behaviour: Behaviour = echo, *, delay_seconds: float = 0.0) -> Iterato
             }  # fmt: skip
             data = json.dumps(answer if status == 200 else {"error": {"message": content}}).encode()
             stub.leave(body["messages"][-1]["content"] if status == 200 else None)
+            self._send(status, data)
+
+        def _send(self, status: int, data: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))

@@ -92,9 +92,10 @@ def test_user_text_that_quotes_the_headers_stays_unsupervised(tmp_path: Path) ->
 
 
 @pytest.mark.case("DAT-12")
-def test_a_cut_answer_is_supervised_without_an_end_of_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["length", "abort", "None"])
+def test_a_cut_answer_is_supervised_without_an_end_of_turn(tmp_path: Path, reason: str) -> None:
     template = make(tmp_path)
-    rendered = training_rows(template, row("Hi", "Hello th", reasons=["length"]), Tokens())
+    rendered = training_rows(template, row("Hi", "Hello th", reasons=[reason]), Tokens())
     assert spans(template, rendered) == ["Hello th"]
     assert template.decode(rendered.rows[0].ids).endswith("Hello th")
 
