@@ -48,6 +48,8 @@ bench: $(READY)
 
 ui: $(READY)
 	@test -f $(WORK)/mlflow.db || { echo "$(WORK)/mlflow.db: no run yet; make run"; exit 2; }
+	@$(PY) -c "import socket; socket.create_server(('127.0.0.1', $(PORT)))" 2>/dev/null || \
+	  { echo "port $(PORT) is in use: make ui PORT=another"; exit 2; }
 	@echo "MLflow: http://127.0.0.1:$(PORT) (Ctrl-C ends it)"
 	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(VENV)/bin/mlflow server --workers 1 \
 	  --host 127.0.0.1 --port $(PORT) --backend-store-uri sqlite:///$(abspath $(WORK))/mlflow.db

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.queue import folder_of
 from launch.shipped import shipped
 from pipeline.chain import STAGES, active
 from pipeline.config import Config, Launch
@@ -43,10 +44,9 @@ def plan(config: Config, arguments: Sequence[str], finished: Iterable[str] = ())
 def _job(config: Config, stage: str, arguments: Sequence[str]) -> Job:
     launch = config.launch
     work = STAGES[stage].ranks
-    nodes = launch.nodes if work == "all" else 1
-    ranks = launch.processes_per_node if work == "all" or (work == "shards" and _wants_gpu(config, stage)) else 1
+    nodes, ranks = (launch.nodes if work == "all" else 1), ranks_per_node(config, stage)
     tasks = launch.array_tasks if work == "shards" else 0
-    log = config.work_dir / "runs" / config.experiment / "slurm" / ("%x-%A_%a.out" if tasks else "%x-%j.out")
+    log = folder_of(config) / log_name(config, stage, "%A" if tasks else "%j", array=bool(tasks))
     flags = [f"--job-name={config.experiment}-{stage}", f"--output={log}", f"--nodes={nodes}"]
     flags += [f"--ntasks-per-node={ranks}", f"--signal=B:{_short(launch)}@{launch.grace_seconds}"]
     flags += [f"--array=0-{tasks - 1}"] if tasks else []
@@ -62,13 +62,25 @@ def _job(config: Config, stage: str, arguments: Sequence[str]) -> Job:
     return Job(stage, script, tuple(flags), tuple(settings.items()), (stage, *arguments), nodes, ranks, tasks)
 
 
+def log_name(config: Config, stage: str, job: str, *, array: bool) -> str:
+    """Name of a job's log; every task of an array has its own, with its number for %a."""
+    return f"{config.experiment}-{stage}-{job}{'_%a' if array else ''}.out"
+
+
+def ranks_per_node(config: Config, stage: str) -> int:
+    """Processes of a stage on each node: several where all work together or share out shards on GPUs."""
+    work = STAGES[stage].ranks
+    several = work == "all" or (work == "shards" and _wants_gpu(config, stage))
+    return config.launch.processes_per_node if several else 1
+
+
 def _wants_gpu(config: Config, stage: str) -> bool:
     return stage not in _TEXT_STAGES and not (stage == "answers" and config.answers.backend == "openai")
 
 
 def _short(launch: Launch) -> str:
     """SIGUSR1 -> USR1, the way sbatch and kill write it."""
-    return launch.stop_signal.removeprefix("SIG")
+    return (launch.stop_signal or "SIGUSR1").removeprefix("SIG")
 
 
 def _site_flags(launch: Launch, *, gres: bool) -> list[str]:

@@ -11,10 +11,11 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
-from launch.jobs import Job, command, line, node_lines, plan
-from pipeline.artifact import read_json, write_json
+from launch import queue
+from launch.jobs import Job, command, line, log_name, node_lines, plan
+from launch.queue import folder_of, submitted
+from pipeline.artifact import write_json
 from pipeline.chain import resolve
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DsparkError
@@ -23,7 +24,8 @@ from pipeline.progress import say
 
 def submit(config: Config, arguments: argparse.Namespace) -> None:
     """Submit what is missing. With `arguments.dry_run`, print the commands and what each node would run instead."""
-    finished = [name for name, artifact in resolve(config).items() if artifact.complete]
+    artifacts = resolve(config)
+    finished = [name for name, artifact in artifacts.items() if artifact.complete]
     words = ["-c", arguments.config, *(["--debug"] if arguments.debug else []), *arguments.overrides]
     jobs = plan(config, words, finished)
     for name in finished:
@@ -33,7 +35,7 @@ def submit(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         _show(jobs, config.launch.site_file)
         return
-    _submit(config, jobs)
+    _submit(config, jobs, {name: artifact.fingerprint for name, artifact in artifacts.items()})
 
 
 def _show(jobs: list[Job], site_file: str | None) -> None:
@@ -47,23 +49,26 @@ def _show(jobs: list[Job], site_file: str | None) -> None:
         previous = f"${job.stage}"
 
 
-def _submit(config: Config, jobs: list[Job]) -> None:
-    folder = config.work_dir / "runs" / config.experiment / "slurm"
+def _submit(config: Config, jobs: list[Job], fingerprints: dict[str, str]) -> None:
+    folder, known, states = folder_of(config), submitted(config), queue.states()
+    if states is None:
+        raise DsparkError("squeue is missing or does not answer: submit from a login node, or look at --dry-run")
     folder.mkdir(parents=True, exist_ok=True)
-    record = folder / "jobs.json"
-    known: dict[str, Any] = read_json(record) if record.exists() else {}
-    states = _states()
     previous = None
     for job in jobs:
-        old = known.get(job.stage, {}).get("job_id")
-        if old in states:
-            say(f"{job.stage}: job {old} is {states[old]}, kept")
-            previous = old
+        old = known.get(job.stage, {})
+        same = old.get("fingerprint") == fingerprints[job.stage]
+        if same and old["job_id"] in states:
+            say(f"{job.stage}: job {old['job_id']} is {states[old['job_id']]}, kept")
+            previous = old["job_id"]
             continue
         job_id = _call(config.launch.site_file, job, previous)
         text = line(job, previous)
-        known[job.stage] = {"job_id": job_id, "after": previous, "tasks": job.tasks, "command": text}
-        write_json(record, known)
+        known[job.stage] = {
+            "job_id": job_id, "fingerprint": fingerprints[job.stage], "after": previous, "tasks": job.tasks,
+            "log": str(folder / log_name(config, job.stage, job_id, array=bool(job.tasks))), "command": text,
+        }  # fmt: skip
+        write_json(folder / "jobs.json", known)
         with (folder / "submitted.sh").open("a", encoding="utf-8") as file:
             file.write(f"{text} # {job_id}\n")
         say(f"{job.stage}: job {job_id}\n    {text}")
@@ -84,12 +89,3 @@ def _call(site_file: str | None, job: Job, after: str | None) -> str:
     if run.returncode != 0:
         raise DsparkError(f"{job.stage}: sbatch refused ({run.stderr.strip()})\n    {line(job, after)}")
     return run.stdout.strip().splitlines()[-1].partition(";")[0]
-
-
-def _states() -> dict[str, str]:
-    """Job id (of an array: of the whole) -> state, for the user's jobs that have not ended."""
-    try:
-        run = subprocess.run(["squeue", "-h", "--me", "-o", "%F %T"], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise DsparkError("squeue is not on PATH: submit from a login node, or look at --dry-run") from error
-    return dict(text.split() for text in run.stdout.splitlines() if text.strip())

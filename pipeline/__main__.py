@@ -38,6 +38,8 @@ DEBUG_OVERRIDES = (
     "train.compile=false",
     "train.workers=0",
     "train.engine=single",
+    "launch.nodes=1",
+    "launch.processes_per_node=1",
     "calibrate.num_prompts=8",
     "calibrate.max_new_tokens=32",
     "profile.grid=powers_of_two",
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(words)
         progress.configure(quiet=arguments.quiet)
         config = load_config(arguments)
-        stopping.install(stop_after_seconds=arguments.stop_after)
+        stopping.install(stopping.obeyed(config.launch.stop_signal), arguments.stop_after)
         module, _, function = COMMANDS[arguments.command].call.partition(":")
         getattr(importlib.import_module(module), function)(config, arguments)
     except Stopped as stop:

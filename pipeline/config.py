@@ -148,8 +148,10 @@ def _override(tree: dict[str, Any], item: str) -> str | None:
     except yaml.YAMLError as error:
         return f"override {item!r}: value is not valid YAML: {error}"
     node: Any = tree
-    for part in parts[:-1]:
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(node, list):
+            if problem := _bad_index(item, parts[:depth], part, node):
+                return problem
             node = node[int(part)]
             continue
         if not isinstance(node, dict):
@@ -158,12 +160,19 @@ def _override(tree: dict[str, Any], item: str) -> str | None:
             node[part] = {}
         node = node[part]
     if isinstance(node, list):
-        if not parts[-1].isdigit() or int(parts[-1]) >= len(node):
-            return f"override {item!r}: {parts[-1]!r} is not an index of a list of {len(node)}"
+        if problem := _bad_index(item, parts[:-1], parts[-1], node):
+            return problem
         node[int(parts[-1])] = value
     else:
         node[parts[-1]] = value
     return None
+
+
+def _bad_index(item: str, where: Sequence[str], part: str, entries: Sequence[Any]) -> str | None:
+    if part.isdigit() and int(part) < len(entries):
+        return None
+    known = f"0 to {len(entries) - 1}" if len(entries) > 1 else "0" if entries else "none"
+    return f"override {item!r}: {'.'.join(where)} has {len(entries)} entries, numbered {known}; {part!r} is not one"
 
 
 def _explain(item: Any) -> str:

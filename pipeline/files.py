@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -58,6 +59,8 @@ def atomic_path(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
+            elif path.is_dir():
+                fsync_dir(path)
         if target.is_dir() and not keep_existing:
             shutil.rmtree(target)
         try:
@@ -67,17 +70,23 @@ def atomic_path(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
                 raise
             _remove(temporary)
         fsync_dir(target.parent)
-    except OSError as error:
+    except BaseException as error:
         _remove(temporary)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        number = _errno(error)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise StorageError(
-                f"{target}: cannot be written ({error.strerror}). Finished files are intact: free space and run the "
-                "same command again."
+                f"{target}: cannot be written ({os.strerror(number)}). Finished files are intact: free space and run "
+                "the same command again."
             ) from error
         raise
-    except BaseException:
-        _remove(temporary)
-        raise
+
+
+def _errno(error: BaseException) -> int | None:
+    """The system's error number; libraries written in Rust (safetensors, tokenizers) only print it."""
+    if isinstance(error, OSError):
+        return error.errno
+    printed = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
+    return int(printed[1]) if printed else None
 
 
 def _remove(path: Path) -> None:

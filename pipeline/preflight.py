@@ -6,6 +6,7 @@ Reads config.json, generation_config.json, tokenizer.json and tokenizer_config.j
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline import engines
@@ -49,6 +50,29 @@ def check_export(config: Config) -> None:
     )
     if problems:
         raise ConfigError([f"{problem} (export.layouts: [] exports nothing)" for problem in problems])
+
+
+# Stages that run a model. The others work on text, or copy weights: they run where the GPUs are not.
+COMPUTING = ("answers", "targets", "train", "calibrate", "profile", "evaluate")
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
+
+
+def has_gpu() -> bool:
+    """An NVIDIA or AMD device, as far as this can be told without torch."""
+    return any(Path(name).exists() for name in _GPU_DEVICES)
+
+
+def check_device(config: Config, stages: Sequence[str]) -> None:
+    """Raises ConfigError for settings that only a GPU serves, where one of `stages` computes and there is none here."""
+    if has_gpu() or not set(stages) & set(COMPUTING):
+        return
+    target, problems = config.target, []
+    if target.attention == "flash_attention_2":
+        problems.append("target.attention: flash_attention_2 needs a GPU, this machine has none; use auto")
+    if target.device_map is not None and target.device_map.startswith("cuda"):
+        problems.append(f"target.device_map: {target.device_map} needs a GPU, this machine has none; leave it out")
+    if problems:
+        raise ConfigError(problems)
 
 
 TINY_SPARE_ROWS = 8

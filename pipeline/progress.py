@@ -26,6 +26,7 @@ class _Console:
     quiet: bool = False
     stream: TextIO | None = None
     log: TextIO | None = None
+    bar: Bar | None = None
 
 
 _console = _Console()
@@ -73,6 +74,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def current() -> dict[str, object] | None:
+    """How far this process is in the work it shows a bar for: what, done, total, unit, seconds_left (None: unknown)."""
+    bar = _console.bar
+    if bar is None:
+        return None
+    facts = {name: getattr(bar, name) for name in ("what", "done", "total", "unit")}
+    return {**facts, "seconds_left": bar.seconds_left()}
+
+
 @dataclass
 class Bar:
     """Progress of one piece of work. `done` may start above 0 after a resume; the rate counts only this process."""
@@ -109,11 +119,15 @@ class Bar:
             say(self.line())
 
     def line(self) -> str:
-        elapsed = time.monotonic() - self._started
-        rate = (self.done - self._first) / elapsed if elapsed > 0 else 0.0
-        left = f", {duration((self.total - self.done) / rate)} left" if rate > 0 and self.done < self.total else ""
+        elapsed, seconds = time.monotonic() - self._started, self.seconds_left()
+        left = f", {duration(seconds)} left" if seconds else ""
         facts = "".join(f", {key.replace('_', ' ')} {_short(value)}" for key, value in self.shown.items())
         return f"{self.what}: {self.done}/{self.total} {self.unit} in {duration(elapsed)}{left}{facts}"
+
+    def seconds_left(self) -> float | None:
+        """At the mean rate of this process so far; None before its first unit of work."""
+        made = self.done - self._first
+        return (self.total - self.done) * (time.monotonic() - self._started) / made if made > 0 else None
 
     def _stream(self) -> TextIO:
         return _console.stream or sys.stdout
@@ -127,7 +141,11 @@ def _short(value: object) -> str:
 def progress(total: int, *, what: str, unit: str, done: int = 0) -> Iterator[Bar]:
     """Show the progress of `total` units of work; `done` of them were finished by an earlier run."""
     bar = Bar(total=total, what=what, unit=unit, done=done)
-    yield bar
+    outer, _console.bar = _console.bar, bar
+    try:
+        yield bar
+    finally:
+        _console.bar = outer
     bar.draw()
     if rank() == 0 and bar._stream().isatty() and not _console.quiet:
         bar._stream().write("\n")

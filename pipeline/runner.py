@@ -21,6 +21,7 @@ from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext
 from pipeline.config import Config, dump
 from pipeline.errors import ArtifactError, ConfigError, Stopped
+from pipeline.lease import lease
 from pipeline.progress import say
 from pipeline.trace import STOPPED, traced
 from pipeline.tracking.redact import redact_text
@@ -34,22 +35,25 @@ def prepare(config: Config) -> dict[str, Artifact]:
     return chain_table.resolve(config)
 
 
-def run_chain(
-    config: Config, stages: Sequence[str] | None = None, start: Start | None = None
-) -> dict[str, Artifact]:
+def run_chain(config: Config, stages: Sequence[str] | None = None, start: Start | None = None) -> dict[str, Artifact]:
     """Run the given stages (default: all active ones) in order, each by `start` (default: `run_stage`)."""
     artifacts = prepare(config)
-    if "export" in (stages or artifacts):
+    names = stages or list(artifacts)
+    if off := [name for name in names if name not in artifacts]:
+        raise ConfigError(f"stage {', '.join(off)} is off in this configuration (active: {', '.join(artifacts)})")
+    preflight.check_device(config, [name for name in names if not artifacts[name].complete])
+    if "export" in names:
         preflight.check_export(config)
-    for name in stages or list(artifacts):
-        if name not in artifacts:
-            raise ConfigError(f"stage {name} is off in this configuration (active: {', '.join(artifacts)})")
+    for name in names:
         (start or run_stage)(config, name, artifacts)
     return artifacts
 
 
 def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None:
-    """Run one stage unless its artifact is complete. Raises ArtifactError when an input is not finished."""
+    """Run one stage unless its artifact is complete.
+
+    Raises ArtifactError when an input is not finished, or another run is training this drafter.
+    """
     artifact = artifacts[name]
     inputs = {source: artifacts[source] for source in STAGES[name].inputs(config)}
     unfinished = [source for source, item in inputs.items() if not item.complete]
@@ -70,6 +74,7 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
     started = time.monotonic()
     say(f"{name}: {artifact.path}")
     with (
+        _held(artifact),
         _tracked(config, name, artifact, inputs) as tracker,
         traced(artifact),
         usage.recorded(artifact.path, tracker.metrics),
@@ -82,6 +87,15 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
         raise ArtifactError(f"{name}: ended without finishing {artifact.path}")
     else:
         say(f"{name}: this task's share is done; the last task to end writes the manifest")
+
+
+def _held(artifact: Artifact) -> contextlib.AbstractContextManager[None]:
+    """The lease of an artifact that is not made of shards. Taken first: a refused run touches nothing of the other's.
+
+    Raises ArtifactError naming the run that holds it.
+    """
+    whole = STAGES[artifact.stage].ranks == "all" and progress.rank() == 0
+    return lease(artifact.path / "lease.json") if whole else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

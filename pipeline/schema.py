@@ -355,7 +355,9 @@ class Launch(Section):
     gres: str | None = execution(None, "e.g. gpu:8")
     time_limit: str | None = execution(None, "Slurm time limit, e.g. 24:00:00")
     site_file: str | None = execution(None, "sourced in the body of every batch script")
-    stop_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = execution("SIGUSR1", "asks a run to save and end")
+    stop_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] | None = execution(
+        None, "asks a run to save and end, beside SIGTERM; null: Slurm sends SIGUSR1, SIGUSR2 works too"
+    )
     grace_seconds: Count = execution(120, "between that signal and the kill")
     port: Annotated[int, Field(ge=1024, le=65535)] | None = execution(None, "rendezvous; null derives it from the job")
 
@@ -381,6 +383,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _across(self) -> Config:
+        if self.train.engine == "single" and self.launch.processes_per_node * self.launch.nodes > 1:
+            raise ValueError(
+                "train.engine single is one process: leave launch.nodes and launch.processes_per_node at 1"
+            )
         if self.draft.kind in ("mtp", "medusa") and (self.targets.logits, self.targets.positions) != (
             "last_hidden",
             "all",

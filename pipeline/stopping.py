@@ -1,6 +1,6 @@
 """Stopping well: a signal or a time limit sets a flag, the stage finishes or drops its unit of work and leaves.
 
-    install(["SIGUSR1"], stop_after_seconds=3600)
+    install(obeyed("SIGUSR1"), stop_after_seconds=3600)
     for unit in units:
         check()                                    # raises Stopped with the reason
 
@@ -17,14 +17,29 @@ from collections.abc import Iterable
 from types import FrameType
 
 from pipeline.errors import Stopped
+from pipeline.progress import rank
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+
+
+# Set by the batch scripts to the signal they pass on, without SIG, whatever the configuration says.
+BATCH_SIGNAL = "DSPARK_STOP_SIGNAL"
 
 
 class _State:
     reason: str | None = None
     deadline: float | None = None
     pid: int = 0
+
+
+def obeyed(configured: str | None) -> tuple[str, ...]:
+    """Names of the signals a run stops on: SIGTERM, Ctrl-C, and `launch.stop_signal`; SIGUSR1 and SIGUSR2 without one.
+
+    A signal that is not named here is left alone: the site may use it for something else (SLM-07).
+    """
+    users = ("SIGUSR1", "SIGUSR2") if configured is None else (configured,)
+    batch = os.environ.get(BATCH_SIGNAL)
+    return tuple(dict.fromkeys(("SIGTERM", "SIGINT", *users, *([f"SIG{batch}"] if batch else []))))
 
 
 def install(signals: Iterable[str] = DEFAULT_SIGNALS, stop_after_seconds: float | None = None) -> None:
@@ -39,8 +54,11 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _State.pid:
         return
     name = signal.Signals(number).name
-    if number == signal.SIGINT and _State.reason is not None:
-        raise KeyboardInterrupt
+    if number == signal.SIGINT:
+        if _State.reason is not None:
+            raise KeyboardInterrupt
+        if rank() == 0:  # no print: one may be in progress
+            os.write(2, b"\nstopping at the next border; Ctrl-C again ends at once\n")
     _State.reason = _State.reason or f"signal {name}"
 
 

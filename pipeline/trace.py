@@ -1,8 +1,8 @@
 """What a stage run leaves in its folder while it works and when it ends badly, for people and `dspark status`.
 
-    running.json    host, process, Slurm job; its mtime is a heartbeat
+    running.json    host, process, Slurm job, how far it is; its mtime is a heartbeat
     stopped.json    asked to stop (signal, time limit): batch scripts requeue on it
-    failed.json     the last error, in one line
+    failed.json     the error that came first, and its exit code
 
 All three are gone once the stage finishes.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import Artifact, read_json, write_json
-from pipeline.errors import ArtifactError, Stopped
-from pipeline.progress import rank
+from pipeline.errors import ArtifactError, Stopped, StorageError
+from pipeline.progress import current, rank
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -41,9 +41,16 @@ def traced(artifact: Artifact) -> Iterator[None]:
             raise
         except BaseException as error:
             with contextlib.suppress(Exception):  # the disk may be the reason
-                text = f"{type(error).__name__}: {error}"
-                write_json(artifact.path / FAILED, {**_who(), "stage": artifact.stage, "error": text})
+                _note_failure(artifact, error)
             raise
+
+
+def _note_failure(artifact: Artifact, error: BaseException) -> None:
+    """Only the first: where one rank fails, the others soon fail for want of it."""
+    path = artifact.path / FAILED
+    if not path.exists():
+        text, code = f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)
+        write_json(path, {**_who(), "stage": artifact.stage, "error": text, "exit_code": code})
 
 
 def _tell_batch_script(reason: str) -> None:
@@ -65,13 +72,13 @@ def _who() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _heartbeat(path: Path) -> Iterator[None]:
-    write_json(path, _who())
-    done = threading.Event()
+    who, done = _who(), threading.Event()
+    write_json(path, who)
 
     def beat() -> None:
         while not done.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(path)
+            with contextlib.suppress(OSError, StorageError):
+                write_json(path, {**who, "progress": current()})
 
     thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
     thread.start()

@@ -55,7 +55,7 @@ def _environment() -> Iterator[Check]:
             if (absent)
             else known[name],
         )
-    yield "ok", "devices", "CUDA driver found" if Path("/dev/nvidiactl").exists() else "CPU only: no CUDA driver"
+    yield "ok", "devices", "GPU driver found" if preflight.has_gpu() else "CPU only: no GPU driver"
 
 
 def _target(config: Config) -> Iterator[Check]:

@@ -14,11 +14,11 @@ from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext, resolve
 from pipeline.config import Config
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.lease import lease
 from pipeline.progress import say
 from pipeline.target import pick_device
 from pipeline.tracking import NullTracker
 from pipeline.training.feeding import LEASE, feed, make_feeder
-from pipeline.training.lease import lease
 
 
 def run(config: Config, arguments: argparse.Namespace) -> None:

@@ -1,12 +1,19 @@
-"""`dspark run`: the whole chain in this process, then one table of what came out. `dspark STAGE`: one stage."""
+"""`dspark run`: the whole chain, then one table of what came out. `dspark STAGE`: one stage, in this process.
+
+With `launch.processes_per_node` above 1, `run` starts every stage that can use them with that many processes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 
+from launch import local
+from launch.jobs import ranks_per_node
+from pipeline.artifact import Artifact
 from pipeline.config import Config
 from pipeline.progress import rank, say
-from pipeline.runner import run_chain
+from pipeline.runner import run_chain, run_stage
 
 
 def stage(config: Config, arguments: argparse.Namespace) -> None:
@@ -14,7 +21,19 @@ def stage(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def chain(config: Config, arguments: argparse.Namespace) -> None:
-    artifacts = run_chain(config)
+    words = ["-c", arguments.config, *(["--debug"] if arguments.debug else []), *arguments.overrides]
+    words += ["--quiet"] if arguments.quiet else []
+    launched = "WORLD_SIZE" in os.environ
+
+    def start(config: Config, name: str, artifacts: dict[str, Artifact]) -> None:
+        if launched or artifacts[name].complete or ranks_per_node(config, name) == 1:
+            run_stage(config, name, artifacts)
+        else:
+            local.run(config, artifacts[name], words)
+
+    if config.launch.nodes > 1 and not launched:
+        say("run: this machine only; launch.nodes is what `dspark submit` asks Slurm for", warning=True)
+    artifacts = run_chain(config, start=start)
     if rank() == 0:
         from pipeline.operations.report.command import write
         from pipeline.operations.summary import summary

@@ -10,8 +10,6 @@ goes on from the last checkpoint, and ends with the same weights. A finished art
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import torch
 
 from pipeline.chain import StageContext
@@ -19,7 +17,6 @@ from pipeline.distributed import Ranks, started
 from pipeline.preflight import refuse_mask_token_in_corpus
 from pipeline.progress import progress, rank, say
 from pipeline.training.adopt import adopt
-from pipeline.training.lease import lease
 from pipeline.training.loop import train
 from pipeline.training.session import Session
 
@@ -28,8 +25,7 @@ def run(context: StageContext) -> None:
     """Train to the last step, then publish `draft/` and the manifest.
 
     Raises Stopped after a save when asked to stop, DataError for losses that are not finite or nothing to train on,
-    ArtifactError when another run holds the artifact or a checkpoint does not fit, ConfigError for a mask token that
-    the corpus contains (S6).
+    ArtifactError when a checkpoint does not fit, ConfigError for a mask token that the corpus contains (S6).
     """
     if context.config.train.published is not None:
         if rank() == 0:
@@ -37,10 +33,7 @@ def run(context: StageContext) -> None:
         return
     special_tokens = context.chain["tokens"].manifest().get("special_tokens", {}) if "tokens" in context.chain else {}
     refuse_mask_token_in_corpus(context.config, special_tokens)
-    with started(context.config.train) as ranks, ExitStack() as stack:
-        if ranks.rank == 0:
-            stack.enter_context(lease(context.artifact.path / "lease.json"))
-        ranks.barrier()
+    with started(context.config.train) as ranks:
         _train(context, ranks)
 
 

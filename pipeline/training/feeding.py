@@ -18,6 +18,7 @@ from pipeline import stopping
 from pipeline.chain import StageContext
 from pipeline.corpus.tokens import read_tokens
 from pipeline.errors import ArtifactError
+from pipeline.lease import STALE_SECONDS, lease
 from pipeline.progress import say
 from pipeline.shards.feeder import Feeder
 from pipeline.shards.layout import Spec
@@ -27,7 +28,6 @@ from pipeline.shards.rolling import WINDOW
 from pipeline.shards.tokenrows import TokenRows
 from pipeline.target import Target
 from pipeline.training.batches import held_out
-from pipeline.training.lease import STALE_SECONDS, lease
 
 _IDLE_SECONDS = 0.1
 LEASE = "feeder.json"

@@ -83,7 +83,12 @@ def test_submit_runs_the_whole_chain_on_two_nodes(site: Site, chain: dict[str, A
     logs = {path.name: path.read_text()[-2000:] for path in folder.glob("*.out")}
     ends = {state for job in chain.values() for state in site.cluster.states(job["job_id"])}
     assert ends == {"COMPLETED"}, logs
-    assert {row["state"] for row in site.status().values()} == {"done"}
+    rows = site.status()
+    assert {row["state"] for row in rows.values()} == {"done"}
+    assert {name: row["slurm"]["job_id"] for name, row in rows.items()} == {
+        n: job["job_id"] for n, job in chain.items()
+    }
+    assert {row["slurm"]["state"] for row in rows.values()} == {"ended"}
     assert "2 rank(s)" in (folder / f"debug-train-{chain['train']['job_id']}.out").read_text()
     assert site.submit(*WIDE) == chain  # all done: nothing new
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from pipeline import stopping
+from pipeline.__main__ import main
 from pipeline.errors import Stopped
+
+DEBUG = str(Path(__file__).resolve().parents[2] / "configs" / "debug.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +59,25 @@ def test_forked_workers_ignore_the_signal() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0 if stopping.requested() is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.case("SLM-07")
+def test_only_the_configured_signal_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site may use the other one; what the batch script passes on counts whatever the configuration says."""
+    users = {"SIGUSR1", "SIGUSR2"}
+    assert users <= set(stopping.obeyed(None))
+    assert users & set(stopping.obeyed("SIGUSR2")) == {"SIGUSR2"}
+    assert set(stopping.obeyed("SIGTERM")) == {"SIGTERM", "SIGINT"}
+    monkeypatch.setenv(stopping.BATCH_SIGNAL, "USR1")
+    assert users <= set(stopping.obeyed("SIGUSR2"))
+
+
+@pytest.mark.case("SLM-07")
+def test_the_command_line_leaves_the_other_signal_alone(tmp_path: Path) -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    assert main(["status", "-c", DEBUG, f"work_dir={tmp_path}", "launch.stop_signal=SIGUSR2"]) == 0
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert seen == [signal.SIGUSR1] and stopping.requested() is None
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert stopping.requested() == "signal SIGUSR2"

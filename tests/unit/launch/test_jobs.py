@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import Job, command, line, node_lines, plan
+from launch.jobs import Job, command, line, node_lines, plan, ranks_per_node
 from launch.local import stage_command
 from pipeline.config import Config, load
 
@@ -84,10 +84,13 @@ def test_scripts_append_their_log_requeue_and_name_the_restart(name: str) -> Non
     assert "SLURM_RESTART_COUNT" in text
 
 
-def test_local_command_uses_accelerate_only_for_several_processes() -> None:
-    assert stage_command(config(), "train", ["-c", "x"])[1:] == ["-m", "pipeline", "train", "-c", "x"]
+def test_a_local_stage_starts_under_its_engine_with_the_processes_it_can_use() -> None:
     several = config("launch.processes_per_node=4", "train.engine=zero3")
     words = stage_command(several, "train", ["-c", "x"])
     assert words[words.index("--config_file") + 1].endswith("configs/accelerate/zero3.yaml")
     assert words[words.index("--num_processes") + 1] == "4"
-    assert "--config_file" not in stage_command(several, "export", [])
+    assert words[-5:] == ["-m", "pipeline", "train", "-c", "x"]
+    assert stage_command(several, "targets", [])[5].endswith("configs/accelerate/ddp.yaml")
+    assert [ranks_per_node(several, stage) for stage in ("data", "targets", "train", "profile", "export")] == [
+        1, 4, 4, 1, 1,
+    ]  # fmt: skip

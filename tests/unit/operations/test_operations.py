@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.__main__ import main
 from pipeline.chain import resolve
 from pipeline.config import Config, load
-from pipeline.errors import Stopped
+from pipeline.errors import DataError, Stopped
 from pipeline.operations.status import describe
+from pipeline.progress import progress
 from pipeline.trace import traced
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,6 +87,65 @@ def test_status_tells_running_failed_and_stopped_apart(work_dir: Path) -> None:
         raise Stopped("signal SIGUSR1")
     assert describe(artifact)["state"] == "stopped"
     assert "SIGUSR1" in describe(artifact)["note"]
+
+
+def test_status_shows_how_far_a_run_is_and_when_it_ends(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bar says travels with the heartbeat, so that another process can see it."""
+    monkeypatch.setattr("pipeline.trace.HEARTBEAT_SECONDS", 0.02)
+    artifact = resolve(config(work_dir))["answers"]
+    artifact.create()
+    with traced(artifact), progress(total=40, what="answers", unit="rows", done=8) as bar:
+        bar.advance(16)
+        deadline = time.monotonic() + 20
+        while (describe(artifact)["progress"] or {}).get("done") != 24 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        found = describe(artifact)
+    assert found["state"] == "running" and "answers: 24/40 rows, " in found["note"] and " left; " in found["note"]
+    told = found["progress"]
+    assert (told["done"], told["total"], told["unit"]) == (24, 40, "rows") and told["seconds_left"] > 0
+    assert describe(artifact)["progress"] is None
+
+
+def test_status_keeps_the_error_that_came_first(work_dir: Path) -> None:
+    """Another rank fails a moment later, for want of the first."""
+    artifact = resolve(config(work_dir))["train"]
+    artifact.create()
+    (artifact.path / "metrics.jsonl").write_text('{"step": 12, "split": "train"}\n')
+    with pytest.raises(RuntimeError), traced(artifact):
+        with pytest.raises(DataError), traced(artifact):
+            raise DataError("the loss is not finite\nrow-3")
+        raise RuntimeError("connection closed by peer")
+    row = describe(artifact)
+    assert row["note"] == "step 12 of 60; DataError: the loss is not finite"
+    assert row["error"] == "DataError: the loss is not finite\nrow-3"
+    assert json.loads((artifact.path / "failed.json").read_text())["exit_code"] == DataError.exit_code
+
+
+def test_status_shows_slurm_jobs_beside_the_artifacts_they_were_submitted_for(
+    work_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stand-ins for sbatch and squeue: tests/slurm asks the real ones."""
+    for name, text in (("sbatch", 'echo >> "$0.calls"; echo $((40 + $(wc -l < "$0.calls")))'), ("squeue", "")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["submit", *words(work_dir), "launch.array_tasks=4"]) == 0
+    queued = ["41|RUNNING|None"] * 2 + ["41|PENDING|Resources", "42|PENDING|Dependency"]
+    (tmp_path / "squeue").write_text("#!/bin/bash\nprintf '%s\\n' '" + "' '".join(queued) + "'\n")
+
+    def rows(*overrides: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["status", *words(work_dir), "--json", *overrides]) == 0
+        return {row["stage"]: row["slurm"] for row in json.loads(capsys.readouterr().out)}
+
+    found = rows()
+    assert found["data"]["job_id"] == "41" and found["data"]["state"] == "1 PENDING (Resources), 2 RUNNING"
+    assert found["answers"]["state"] == "PENDING (Dependency)" and found["train"]["state"] == "ended"
+    assert found["data"]["log"] == str(work_dir / "runs/debug/slurm/debug-data-41_%a.out")
+    assert found["train"]["log"].endswith("debug-train-45.out")
+    assert rows("train.steps=61")["train"] is None, "the job was submitted for another artifact"
+    assert main(["status", *words(work_dir)]) == 0
+    assert "Slurm job 42: PENDING (Dependency); " in capsys.readouterr().out
 
 
 def test_status_does_not_call_a_killed_run_running(work_dir: Path) -> None:

@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ArtifactError
-from pipeline.training.lease import lease
+from pipeline.lease import lease
 
 
 def take_elsewhere(path: Path) -> str:
     """What another process meets when it takes the lease."""
-    code = (
-        f"from pathlib import Path\nfrom pipeline.training.lease import lease\nlease(Path({str(path)!r})).__enter__()"
-    )
+    code = f"from pathlib import Path\nfrom pipeline.lease import lease\nlease(Path({str(path)!r})).__enter__()"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
 
 
