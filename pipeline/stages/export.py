@@ -3,8 +3,9 @@
     dspark export -c FILE export.layouts=[deepspec,speculators]
 
 One folder per layout: config.json, safetensors, the target's tokenizer and template, STS and SPS files, a model card
-and `export_manifest.json`. Refused before anything is written: a layout that cannot carry the drafter, an engine that
-must serve it and cannot. Seconds on a CPU; the target's decoder layers are not read.
+and `export_manifest.json`; in MLflow a version of the registered model named like the experiment. Refused before
+anything is written: a layout that cannot carry the drafter, an engine that must serve it and cannot. Seconds on a CPU;
+the target's decoder layers are not read.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pipeline.layouts import files, sidefiles
 from pipeline.layouts.card import Story, card
 from pipeline.layouts.config_json import Origin
 from pipeline.layouts.publish import Options, facts_of, publish
+from pipeline.layouts.registry import model_entry
 from pipeline.progress import say
 
 TOLD = ("data", "answers", "tokens", "targets", "train", "calibrate", "profile", "evaluate")
@@ -44,6 +46,7 @@ def run(context: StageContext) -> None:
     engines.refuse(export.layouts, export.engines, facts)
     story, side_files = tell(context, drafter, facts)
     origin = describe(context, frozen, meta)
+    lineage = {name: made.fingerprint for name, made in context.chain.items()}
     proved: dict[str, Any] = {}
     for layout in export.layouts:
         stopping.check()
@@ -58,11 +61,11 @@ def run(context: StageContext) -> None:
                 card=functools.partial(card, story, layout),
             )
             publish(folder, drafter, layout=layout, frozen=frozen, origin=origin, options=options)
-        files.check_hashes(folder)
+        entry = model_entry(folder, name=config.experiment, lineage=lineage)
         proved[layout] = {key: value for key, value in read_json(folder / files.HASHES).items() if key != "files"}
         served = ", ".join(engines.servers(layout, facts)) or "none"
         say(f"export: {folder} ({proved[layout]['bytes']:,} bytes; read back and equal; engines: {served})")
-        context.tracker.file(folder / "README.md", layout)
+        context.tracker.model(entry.name, entry.folder, entry.description, entry.tags)
         context.tracker.metrics({f"{layout}.max_logit_difference": proved[layout]["max_logit_difference"]})
     written = [path for layout in export.layouts for path in (artifact.path / layout).rglob("*") if path.is_file()]
     names = sorted(path.relative_to(artifact.path).as_posix() for path in written)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,29 @@ def test_interrupted_export_goes_on_with_what_is_whole(
     export.run(context)
     assert context.artifact.complete and not (context.artifact.path / ".tmp").exists()
     assert (context.artifact.path / "deepspec" / files.WEIGHTS).stat().st_mtime_ns == before
+
+
+class Registered(NullTracker):
+    """Keeps what it is told to register."""
+
+    def __init__(self) -> None:
+        self.models: list[tuple[str, Path, str, Mapping[str, str]]] = []
+
+    def model(self, name: str, folder: Path, description: str, tags: Mapping[str, str]) -> None:
+        self.models.append((name, folder, description, tags))
+
+
+def test_every_layout_is_registered_with_card_and_lineage(work_dir: Path, target: Path) -> None:
+    tracker = Registered()
+    context = _context(work_dir, target, export={"layouts": ["deepspec", "speculators"]})
+    export.run(replace(context, tracker=tracker))
+    for (name, folder, description, tags), layout in zip(tracker.models, ("deepspec", "speculators"), strict=True):
+        assert name == context.config.experiment and folder == context.artifact.path / layout
+        assert description == (folder / "README.md").read_text().split("---\n", 2)[2].lstrip()
+        assert tags["layout"] == layout
+        assert {key: value for key, value in tags.items() if key.startswith("artifact.")} == {
+            f"artifact.{stage}": made.fingerprint for stage, made in context.chain.items()
+        }
 
 
 def test_registry_entry_leads_back_to_the_run(work_dir: Path, target: Path) -> None:

@@ -50,6 +50,21 @@ def test_finished_chain_exports_the_drafter_it_trained(finished: Path) -> None:
     assert "prompt-lookup" in card and "vllm serve" in card and "ECE before" in card
 
 
+def test_finished_chain_registers_its_export(finished: Path) -> None:
+    """A version of the model named like the experiment: files in the run, card as description, tags back to the run."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{finished}/mlflow.db")
+    folder = _only(finished, "export") / "speculators"
+    (version,) = client.search_model_versions("name = 'debug'")
+    run = client.get_run(version.run_id)
+    assert run.data.tags["stage"] == "export" and version.source == f"{run.info.artifact_uri}/speculators"
+    assert version.tags["folder"] == str(folder) and version.tags["artifact.train"] == _only(finished, "train").name
+    assert version.description.startswith("# DSpark drafter for") and "vllm serve" in version.description
+    sent = {Path(item.path).name for item in client.list_artifacts(version.run_id, "speculators")}
+    assert sent == {path.name for path in folder.iterdir()}
+
+
 @pytest.mark.case("EXP-05")
 def test_last_step_is_kept_whatever_the_save_cadence(finished: Path) -> None:
     """EXP-05: seven steps, saved every five: the drafter of step seven is there, and its folder is printed."""
