@@ -132,7 +132,8 @@ def validate(tree: dict[str, Any], problems: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        found += [_explain(item) for item in error.errors()]
+        # A list whose every item is refused is also called too short: that is no problem of its own.
+        found += [_explain(item) for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
     if found:
         raise ConfigError(found)
     return config

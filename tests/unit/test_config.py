@@ -89,6 +89,18 @@ def test_unknown_keys_in_the_file_and_all_problems_at_once() -> None:
         assert part in text
 
 
+def test_a_refused_item_is_one_problem_and_an_empty_list_is_another() -> None:
+    def problems(sources: list[dict[str, Any]]) -> list[str]:
+        with pytest.raises(ConfigError) as error:
+            validate({"target": {"tiny": {}}, "data": {"sources": sources}})
+        return error.value.problems
+
+    assert [text.partition(",")[0] for text in problems([{"path": "a.jsonl", "weight": 1.5}])] == [
+        "data.sources.0: weight is a share in (0"
+    ]
+    assert len(problems([])) == 1
+
+
 @pytest.mark.parametrize("content", ["", "- a\n- b\n", "train: {", "just text"])
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.yaml"
