@@ -1,13 +1,13 @@
 """Upload a published folder to the Hugging Face hub (or a server that speaks its protocol: HF_ENDPOINT).
 
-dspark push FOLDER owner/name [--private] [--revision BRANCH]
+dspark push owner/name -c FILE [--layout=NAME] [--private] [--revision BRANCH]
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.errors import ArtifactError, StorageError
+from pipeline.errors import ArtifactError, ConfigError, StorageError
 from pipeline.layouts import files
 
 
@@ -28,7 +28,8 @@ def push(
 
     Raises:
         ArtifactError: the folder is no export, or was changed since.
-        StorageError: the server refused.
+        ConfigError: `repository` is no name a hub would take.
+        StorageError: the server refused, or does not answer.
     """
     folder = Path(folder)
     if not (folder / files.HASHES).exists():
@@ -37,8 +38,13 @@ def push(
     if problems:
         raise ArtifactError("\n".join(problems))
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"{repository}: {error}") from error
     api = HfApi(endpoint=endpoint, token=token)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
@@ -54,4 +60,6 @@ def push(
     except HfHubHTTPError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(f"{repository}: the server refused the upload ({reason})") from error
+    except Exception as error:  # its http library's own, which no other part knows: not reached, or cut off
+        raise StorageError(f"{repository}: not uploaded ({type(error).__name__}: {error})") from error
     return str(commit.commit_url)

@@ -84,6 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for item in json.loads(body)["objects"]
             ]  # fmt: skip
             self._answer({"transfer": "basic", "objects": objects})
+        elif "/branch/" in self.path:
+            self._answer({})
         elif "/commit/" in self.path:
             self._commit(body)
         else:
