@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pipeline import engines
 from pipeline.engines import Facts
+from pipeline.identity import DATA_FORMATS
 from pipeline.layouts import serve
 
 Record = Mapping[str, Any]
@@ -73,7 +75,10 @@ def _metadata(story: Story) -> str:
 
 
 def _is_hub_id(name: Any) -> bool:
-    return isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")) and "*" not in name
+    """Whether a target or data source is a repository (owner/name), and no file or folder here."""
+    if not isinstance(name, str) or name.count("/") != 1 or name.startswith((".", "/", "~")) or "*" in name:
+        return False
+    return not name.endswith(DATA_FORMATS) and not Path(name).exists()
 
 
 def _title(story: Story, layout: str) -> str:
@@ -125,7 +130,8 @@ def _results(records: Sequence[Record]) -> str:
         "vanilla_tokens_per_second": "vanilla tokens/s",
     }  # fmt: skip
     used = [key for key in columns if any(record.get(key) is not None for record in records)]
-    table = _table([columns[key] for key in used], [[_figure(record.get(key)) for key in used] for record in records])
+    rows = [[_cell(key, record.get(key)) for key in used] for record in records]
+    table = _table([columns[key] for key in used], rows)
     curves = [
         [_figure(record.get("drafter")), _figure(record.get("prompts")), _figure(record.get("temperature")),
          *(_figure(value) for value in record["conditional_acceptance"])]
@@ -181,12 +187,10 @@ def _recipe(story: Story) -> str:
         ("train", "draft"), ("train", "train"),
     ):  # fmt: skip
         manifest = story.manifests.get(stage) or {}
-        values = {key: value for key, value in ((manifest.get("config") or {}).get(section) or {}).items()}
-        if values:
-            told = ", ".join(
-                f"{key} {json.dumps(value)}" for key, value in values.items() if value not in (None, {}, [])
-            )
-            rows.append([f"{section}", told])
+        values = (manifest.get("config") or {}).get(section) or {}
+        told = ", ".join(f"{key} {json.dumps(value)}" for key, value in values.items() if value not in (None, {}, []))
+        if told:
+            rows.append([section, told])
     return "## Recipe\n\n" + _table(["part", "settings"], rows) if rows else ""
 
 
@@ -217,6 +221,13 @@ def _licence(story: Story) -> str:
     if story.license:
         return f"## Licence\n\n{story.license}"
     return "## Licence\n\nThe drafter is derived from the target and the data named above; their licences apply."
+
+
+def _cell(key: str, value: Any) -> str:
+    """A cell of the results: accepted lengths with two decimals, as in the report."""
+    if key not in ("tau", "tau_interval") or value is None:
+        return _figure(value)
+    return "–".join(f"{item:.2f}" for item in (value if isinstance(value, list) else [value]))
 
 
 def _figure(value: Any) -> str:

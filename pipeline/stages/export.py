@@ -29,6 +29,7 @@ from pipeline.layouts.config_json import Origin
 from pipeline.layouts.publish import Options, facts_of, publish
 from pipeline.layouts.registry import model_entry
 from pipeline.progress import say
+from pipeline.tracking import redact
 
 TOLD = ("data", "answers", "tokens", "targets", "train", "calibrate", "profile", "evaluate")
 
@@ -122,7 +123,7 @@ def tell(context: StageContext, drafter: Drafter, facts: engines.Facts) -> tuple
         block_size=drafter.config.block_size,
         dtype=export.dtype,
         license=export.license,
-        manifests={name: chain[name].manifest() for name in TOLD if name in chain and chain[name].complete},
+        manifests={name: redact(chain[name].manifest()) for name in TOLD if name in chain and chain[name].complete},
         records=read_json(inputs["evaluate"].path / "report.json")["records"],
         calibration=calibration,
         profile=profile,

@@ -47,8 +47,8 @@ SPS = {
     "source": "measured",
 }
 RECORD = {
-    "drafter": "dspark", "prompts": "heldout", "temperature": 1.0, "num_prompts": 12, "num_rounds": 100, "tau": 1.987,
-    "tau_interval": [1.91, 2.06], "domain": None,
+    "drafter": "dspark", "prompts": "heldout", "temperature": 1.0, "num_prompts": 12, "num_rounds": 100, "tau": 1.9,
+    "tau_interval": [1.8, 2.06], "domain": None,
     "conditional_acceptance": [0.51, 0.42, 0.4, None],
 }  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_card_tells_the_run(work_dir: Path, target: Path) -> None:
     head = yaml.safe_load(text.split("---\n")[1])
     assert head["license"] == "apache-2.0" and head["tags"] == ["speculative-decoding", "draft-model", "dspark"]
     for told in (
-        "| dspark | heldout | 1 | 12 | 100 | 1.99 | 1.91–2.06 |",
+        "| dspark | heldout | 1 | 12 | 100 | 1.90 | 1.80–2.06 |",
         f'"num_speculative_tokens": {BLOCK}',
         "--speculative-dspark-confidence-sts-path DIR/sts-T1.json",
         "--spec-type draft-dspark",
@@ -137,8 +137,36 @@ def test_card_tells_the_run(work_dir: Path, target: Path) -> None:
         context.inputs["train"].fingerprint,
         "| slot 1 | slot 2 | slot 3 | slot 4 |",
         "0.51 | 0.42 | 0.4 | –",
+        f"convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf",
     ):
         assert told in text, told
+    assert "| template |" not in text  # nothing was set there
+
+
+def test_card_names_repositories_only_and_no_secret(
+    work_dir: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder or file whose path looks like owner/name is no repository, and a password in a source stays here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine").symlink_to(target)
+    sources = [{"path": "data/chats.jsonl"}, {"path": "owner/chats"}, {"path": "https://me:swordfish@host/chats.jsonl"}]
+    context = _context(work_dir, Path("models/mine"))
+    monkeypatch.setattr(Artifact, "manifest", _manifest_with(sources))
+    export.run(context)
+    text = (context.artifact.path / "deepspec" / "README.md").read_text()
+    head = yaml.safe_load(text.split("---\n")[1])
+    assert "base_model" not in head and head["datasets"] == ["owner/chats"]
+    assert "swordfish" not in text and "https://<redacted>@host" in text
+
+
+def _manifest_with(sources: list[dict[str, str]]) -> Callable[[Artifact], dict[str, Any]]:
+    real = Artifact.manifest
+
+    def manifest(self: Artifact) -> dict[str, Any]:
+        return {**real(self), **({"config": {"data": {"sources": sources}}} if self.stage == "data" else {})}
+
+    return manifest
 
 
 @pytest.mark.parametrize(
