@@ -37,6 +37,7 @@ def engine_of(train: Train, environ: Mapping[str, str]) -> str:
         problems.append(
             f"train.sharded_checkpoints: {engine} checkpoints are gathered; use {', '.join(SHARDED)}, or leave it false"
         )
+    problems += _alone(environ)
     wanted = environ.get("DSPARK_WORLD_SIZE")
     if wanted is not None and int(wanted) != world:
         problems.append(f"{wanted} processes were to be started, this one finds WORLD_SIZE {world}")
@@ -47,26 +48,53 @@ def engine_of(train: Train, environ: Mapping[str, str]) -> str:
 
 def _launched(environ: Mapping[str, str]) -> str | None:
     if _on(environ, "ACCELERATE_USE_DEEPSPEED"):
-        return f"zero{environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"
+        return f"zero{environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE') or _stage(deepspeed_file(environ)) or 2}"
     if _on(environ, "ACCELERATE_USE_FSDP"):
         return f"fsdp{environ.get('FSDP_VERSION', '1')}"
     return None
+
+
+def _stage(file: Mapping[str, Any]) -> Any:
+    """The ZeRO stage of a DeepSpeed file, None where it leaves that open."""
+    stage = file.get("zero_optimization", {}).get("stage")
+    return None if stage == "auto" else stage
+
+
+def _alone(environ: Mapping[str, str]) -> list[str]:
+    """Processes started side by side that know nothing of each other would each train the whole run."""
+    return [
+        f"{environ[name]} processes were started ({name}), but WORLD_SIZE is not set, so each would train alone: use "
+        "slurm/stage.sbatch or torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        if "WORLD_SIZE" not in environ and int(environ.get(name, "1")) > 1
+    ]
 
 
 def _layouts(environ: Mapping[str, str]) -> list[str]:
     """Tensor, pipeline, context and sequence parallelism do not apply to a drafter."""
     allowed = f"allowed: {', '.join(ENGINES)}"
     problems = [
-        f"accelerate configuration: {what} parallelism ({name}={environ[name]}) is not supported in training; {allowed}"
+        f"accelerate configuration: {what} ({name}={environ[name]}) is not supported in training; {allowed}"
         for what, name in (
-            ("tensor", "PARALLELISM_CONFIG_TP_SIZE"),
-            ("context", "PARALLELISM_CONFIG_CP_SIZE"),
-            ("sequence", "PARALLELISM_CONFIG_SP_SIZE"),
+            ("tensor parallelism", "PARALLELISM_CONFIG_TP_SIZE"),
+            ("context parallelism", "PARALLELISM_CONFIG_CP_SIZE"),
+            ("sequence parallelism", "PARALLELISM_CONFIG_SP_SIZE"),
+            ("a parallelism_config", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"),
+            ("a parallelism_config", "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
         )
         if int(environ.get(name, "1") or 1) > 1
     ]
     if _on(environ, "ACCELERATE_USE_MEGATRON_LM"):
         problems.append(f"accelerate configuration: Megatron-LM (pipeline parallelism) is not supported; {allowed}")
+    problems += [
+        f"DeepSpeed configuration file: {what} parallelism ({name}) is not supported in training; {allowed}"
+        for what, name in (
+            ("tensor", "tensor_parallel"),
+            ("sequence", "sequence_parallel_size"),
+            ("pipeline", "pipeline"),
+        )
+        if deepspeed_file(environ).get(name) not in (None, 1, {})
+    ]
     launched = _launched(environ)
     if launched is not None and launched not in ENGINES:
         problems.append(f"accelerate configuration: {launched} is not supported; {allowed}")
@@ -110,6 +138,11 @@ def _deepspeed_file_problems(train: Train, environ: Mapping[str, str]) -> list[s
         for name, value in wanted.items()
         if name in found and found[name] not in ("auto", value)
     ]
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    if stage is not None and _stage(found) not in (None, int(stage)):
+        problems.append(
+            f"DeepSpeed configuration file: stage {_stage(found)}, the accelerate configuration says {stage}"
+        )
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu")
     problems += [
         f"DeepSpeed configuration file: {name} is set in train.* here; remove it there"

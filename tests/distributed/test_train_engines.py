@@ -43,21 +43,27 @@ def test_every_engine_gives_the_losses_of_one_rank(engine: str, world: int, alon
         assert (weights[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
-BF16_TOLERANCE = 2e-3  # measured: 3e-4 on the losses of 12 steps; other splits round differently
+# Measured after 12 steps: 3e-4 on the losses, 1e-2 on the worst tensor's norm; other splits round differently.
+BF16_LOSS, BF16_WEIGHTS = 1e-3, 2e-2
 
 
-@pytest.mark.parametrize(("engine", "world"), [("ddp", 2), ("zero3", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("engine", "world"), ENGINES)
 def test_bf16_stays_close_to_one_rank_in_bf16(engine: str, world: int, bf16_alone, tmp_path: Path) -> None:
     """Weights, moments and reductions stay fp32 (S15), so engines differ by the rounding of their splits only."""
-    results = run_ranks(steps, world, engine, str(tmp_path), STEPS, torch.bfloat16, needs=NEEDS)
-    assert [line["loss"] for line in results[0][0]] == pytest.approx(bf16_alone, rel=BF16_TOLERANCE)
+    close_in_bf16(*run_ranks(steps, world, engine, str(tmp_path), STEPS, torch.bfloat16, needs=NEEDS)[0], bf16_alone)
 
 
 @pytest.fixture(scope="module")
-def bf16_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def bf16_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     folder = str(tmp_path_factory.mktemp("bf16"))
-    ((lines, _),) = run_ranks(steps, 1, "single", folder, STEPS, torch.bfloat16, needs=NEEDS)
-    return [line["loss"] for line in lines]
+    ((lines, weights),) = run_ranks(steps, 1, "single", folder, STEPS, torch.bfloat16, needs=NEEDS)
+    return lines, weights
+
+
+def close_in_bf16(lines: list[dict[str, float]], weights: dict[str, torch.Tensor], alone: Any) -> None:
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in alone[0]], rel=BF16_LOSS)
+    for name, value in alone[1].items():
+        assert (weights[name] - value).norm() <= BF16_WEIGHTS * value.norm(), name
 
 
 RELAY = [("ddp", 2, 3), ("zero2", 2, 6), ("fsdp2", 1, 9), ("zero3", 2, STEPS)]
@@ -65,12 +71,16 @@ RELAY = [("ddp", 2, 3), ("zero2", 2, 6), ("fsdp2", 1, 9), ("zero3", 2, STEPS)]
 
 @pytest.mark.case("DST-05")
 @pytest.mark.case("DST-10")
-def test_a_run_is_handed_from_engine_to_engine(alone, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_is_handed_from_engine_to_engine(dtype: torch.dtype, alone, bf16_alone, tmp_path: Path) -> None:
     """Contract 4: 3 steps each of DDP x2, ZeRO-2 x2, FSDP2 x1, ZeRO-3 x2 are the steps of one uninterrupted rank."""
     lines: list[dict[str, float]] = []
     for engine, world, stop in RELAY:
-        results = run_ranks(steps, world, engine, str(tmp_path), stop, needs=NEEDS)
+        results = run_ranks(steps, world, engine, str(tmp_path), stop, dtype, needs=NEEDS)
         lines += results[0][0]
+    if dtype == torch.bfloat16:
+        close_in_bf16(lines, results[0][1], bf16_alone)
+        return
     close(lines, alone[0], 1e-4)
     for name, value in alone[1].items():
         assert (results[0][1][name] - value).norm() <= 1e-4 * value.norm(), name

@@ -28,6 +28,9 @@ def test_the_launcher_chooses_the_engine(engine: str, environ: dict[str, str]) -
 REFUSED = {
     "tensor parallelism": {"PARALLELISM_CONFIG_TP_SIZE": "2", "WORLD_SIZE": "2"},
     "context parallelism": {"PARALLELISM_CONFIG_CP_SIZE": "2"},
+    "a parallelism_config (PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2)": {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+    "2 processes were started (SLURM_STEP_NUM_TASKS), but WORLD_SIZE is not set": {"SLURM_STEP_NUM_TASKS": "2"},
+    "4 processes were started (OMPI_COMM_WORLD_SIZE)": {"OMPI_COMM_WORLD_SIZE": "4"},
     "Megatron-LM (pipeline": {"ACCELERATE_USE_MEGATRON_LM": "true"},
     "fsdp1": {"ACCELERATE_USE_FSDP": "true"},
     "gradient_accumulation_steps 4": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
@@ -47,7 +50,7 @@ def test_what_the_launcher_asks_for_against_our_settings_is_refused(message: str
     with pytest.raises(ConfigError) as error:
         engine_of(Train(), environ)
     assert message in str(error.value)
-    if "parallel" in message:
+    if "parallelism" in message:
         assert "allowed: single, ddp, zero1" in str(error.value)
 
 
@@ -73,13 +76,19 @@ def test_a_deepspeed_file_may_tune_but_not_contradict(tmp_path: Path) -> None:
         return engine_of(Train(), environ)
 
     assert engine(gradient_clipping=1.0, zero_optimization={"reduce_bucket_size": 1000}) == "zero2"
+    assert engine(zero_optimization={"stage": 3}) == "zero3"
+    assert engine(zero_optimization={"stage": "auto"}, tensor_parallel={}, sequence_parallel_size=1) == "zero2"
     for content in (
         {"gradient_clipping": 0.3}, {"gradient_accumulation_steps": 2}, {"train_batch_size": 64},
         {"bf16": {"enabled": True}}, {"optimizer": {"type": "Adam"}},
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"tensor_parallel": {"autotp_size": 2}},
+        {"sequence_parallel_size": 2}, {"pipeline": {"stages": 2}},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(content)) if "zero_" not in str(content) else "offload"):
             engine(**content)
+    environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = "1"
+    with pytest.raises(ConfigError, match="stage 3, the accelerate configuration says 1"):
+        engine(zero_optimization={"stage": 3})
     with pytest.raises(ConfigError, match="cannot be read"):
         file.write_text("{")
         engine_of(Train(), environ)
