@@ -4,7 +4,8 @@
         train()
 
 The holder touches the file every few seconds. A lease that was not touched for a minute, or whose process on this host
-is gone, belongs to a run that was killed, and is taken over.
+is gone, belongs to a run that was killed, and is taken over. Of a holder on another host only the heartbeat tells, so
+it is watched for up to that minute: a job requeued after its node failed starts sooner.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import ArtifactError
+from pipeline.progress import say
 
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
@@ -55,10 +57,9 @@ def _take(path: Path, stale: float) -> None:
             return
         except FileExistsError:
             holder = _holder(path)
-            if not _dead(path, holder, stale):
+            if not _gone(path, holder, stale):
                 raise ArtifactError(
-                    f"{path}: process {holder.get('pid')} on {holder.get('host')} is writing this artifact. Stop it, "
-                    f"or, if it is gone, wait until {stale:.0f} s have passed since its last sign of life"
+                    f"{path}: process {holder.get('pid')} on {holder.get('host')} is writing this artifact; stop that"
                 ) from None
             # Renamed first: of two runs that find the same dead lease only one can do that.
             grave = path.with_name(f"{path.name}.{os.getpid()}")
@@ -66,6 +67,27 @@ def _take(path: Path, stale: float) -> None:
                 path.rename(grave)
                 grave.unlink()
     raise ArtifactError(f"{path}: another run took the lease at the same moment")
+
+
+def _gone(path: Path, holder: dict[str, object], stale: float) -> bool:
+    """Whether the holder is dead; False as soon as it shows life."""
+    touched, deadline = _touched(path), time.monotonic() + stale
+    if not _dead(path, holder, stale) and holder.get("host") != socket.gethostname():
+        say(f"{path}: held on {holder.get('host')}; waiting up to {stale:.0f} s for a sign of life")
+    while not _dead(path, holder, stale):
+        if holder.get("host") == socket.gethostname() or _touched(path) != touched:
+            return False
+        if time.monotonic() > deadline:
+            break
+        time.sleep(min(1.0, stale / 10))
+    return True
+
+
+def _touched(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _dead(path: Path, holder: dict[str, object], stale: float) -> bool:

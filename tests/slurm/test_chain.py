@@ -85,9 +85,7 @@ def test_submit_runs_the_whole_chain_on_two_nodes(site: Site, chain: dict[str, A
     assert ends == {"COMPLETED"}, logs
     rows = site.status()
     assert {row["state"] for row in rows.values()} == {"done"}
-    assert {name: row["slurm"]["job_id"] for name, row in rows.items()} == {
-        n: job["job_id"] for n, job in chain.items()
-    }
+    assert all(rows[name]["slurm"]["job_id"] == job["job_id"] for name, job in chain.items())
     assert {row["slurm"]["state"] for row in rows.values()} == {"ended"}
     assert "2 rank(s)" in (folder / f"debug-train-{chain['train']['job_id']}.out").read_text()
     assert site.submit(*WIDE) == chain  # all done: nothing new
@@ -97,6 +95,7 @@ def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site,
     overrides = ["train.steps=150", "train.save_every=10", "train.learning_rate=1e-3"]
     train = ["train", *site.words(*overrides)]
     job = site.sbatch("--nodes=2", "--job-name=long", "--signal=B:USR1@60", str(ROOT / "slurm/stage.sbatch"), *train)
+    follows = site.sbatch(f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", "--wrap=true")
     folder = Path(site.status(*overrides)["train"]["path"])
     cluster, log = site.cluster, site.work_dir / f"long-{job}.out"
 
@@ -123,6 +122,32 @@ def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site,
     assert steps_of(folder) == list(range(1, 151))
     assert json.loads((folder / "manifest.json").read_text())["stage"] == "train"
     assert [f"restart {count}:" in log.read_text() for count in range(4)] == [True] * 4
+    assert cluster.wait(follows, 60) == ["COMPLETED"]  # it waited through every restart
+
+
+@pytest.mark.case("SLM-01")
+@pytest.mark.case("SLM-04")
+def test_a_job_near_its_time_limit_is_told_stops_and_goes_on(site: Site, chain: dict[str, Any]) -> None:
+    """The timer is Slurm's own. It looks twice a minute, so the signal comes up to 30 s before the time asked for."""
+    overrides = ["train.steps=100000", "train.save_every=5000", "train.validate_every=100000"]
+    limit = ["--time=2", "--signal=B:USR1@30"]
+    script = str(ROOT / "slurm/stage.sbatch")
+    job = site.sbatch("--nodes=2", "--job-name=timer", *limit, script, "train", *site.words(*overrides))
+    folder = Path(site.status(*overrides)["train"]["path"])
+    cluster, log = site.cluster, site.work_dir / f"timer-{job}.out"
+
+    def restarted() -> bool:
+        assert cluster.facts(job)["JobState"] not in ENDED, log.read_text()[-3000:]
+        return "restart 1: dspark" in log.read_text()
+
+    cluster.until(restarted, 300, "second start")
+    saved = int((folder / "checkpoints" / "latest").read_text().partition("-")[2])
+    assert "stopped (signal SIGUSR1); requeueing" in log.read_text() and "TIMEOUT" not in cluster.states(job)
+    cluster.until(lambda: f"goes on after step {saved} " in log.read_text(), 100, f"start from step {saved}")
+    cluster.until(lambda: steps_of(folder)[-1] > saved, 100, f"step after {saved}")
+    cluster.run("scancel", job)
+    cluster.wait(job, 60)
+    assert steps_of(folder) == list(range(1, steps_of(folder)[-1] + 1))
 
 
 def test_a_killed_array_task_is_completed_by_the_same_line(site: Site, chain: dict[str, Any]) -> None:

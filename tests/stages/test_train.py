@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -157,8 +158,8 @@ def test_two_runs_never_write_one_artifact(base: tuple[Path, Artifact], tmp_path
     config, state = interrupted(tmp_path)
     lease = resolve(config)["train"].path / "lease.json"
     assert not lease.exists()
-    lease.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 0}))
-    with pytest.raises(ArtifactError, match="process 1 on elsewhere"):
+    lease.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "start": 0}))
+    with pytest.raises(ArtifactError, match=f"process {os.getppid()} on "):
         trained(config)
     lease.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 3, "start": 0}))
     assert trained(config).complete

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,18 +30,30 @@ def test_a_live_holder_keeps_others_out_and_a_finished_one_does_not(tmp_path: Pa
     assert not path.exists() and take_elsewhere(path) == ""
 
 
+@pytest.mark.case("SLM-04")
 def test_a_killed_holder_is_replaced(tmp_path: Path) -> None:
-    """On this host the process is gone; on another one the heartbeat has stopped."""
+    """On this host the process is gone; on another one, a failed node, the heartbeat stopped or stops coming."""
     path = tmp_path / "lease.json"
     path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 7, "start": 0}))
     with lease(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 0}))
-    with pytest.raises(ArtifactError, match="process 1 on elsewhere"), lease(path):
-        pass
+    with lease(path, stale=0.2):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 0}))
     os.utime(path, (time.time() - 100, time.time() - 100))
     with lease(path):
         pass
+
+
+def test_a_live_holder_on_another_host_keeps_others_out(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 0}))
+    beat = threading.Timer(0.2, os.utime, (path,))
+    beat.start()
+    with pytest.raises(ArtifactError, match="process 1 on elsewhere"), lease(path):
+        pass
+    beat.join()
 
 
 def test_the_heartbeat_keeps_the_lease_fresh(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ def stop(number, frame):
     if row["RANK"] == "0":
         pathlib.Path(os.environ["DSPARK_STOP_NOTE"]).write_text(signal.Signals(number).name)
     sys.exit(0)
+if sys.argv[1] == "starts":
+    (fake / f"ready-{row['RANK']}").touch()
+    time.sleep(1)
 if sys.argv[1] == "waits":
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, stop)
@@ -152,6 +155,16 @@ def test_the_signal_reaches_all_ranks_and_the_job_is_requeued(stand: Stand, name
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
     assert stand.requeued() == ["1234"] and f"SIG{name}" in output
+
+
+@pytest.mark.case("SLM-07")
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_signal_kills_no_process_that_has_no_handlers_yet(stand: Stand, name: str) -> None:
+    process = stand.start("stage.sbatch", "starts")
+    stand.wait_ready(4)
+    process.send_signal(getattr(signal, f"SIG{name}"))
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
 
 
 def test_array_tasks_do_their_share_and_requeue_themselves_only(stand: Stand) -> None:
