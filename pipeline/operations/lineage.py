@@ -18,6 +18,8 @@ from pipeline.errors import ArtifactError, ConfigError, DsparkError
 from pipeline.progress import say
 from pipeline.trace import alive
 
+Step = tuple[int, tuple[str, str], str]  # depth, (stage, fingerprint), input or output
+
 
 def requests(work_dir: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """(stage, fingerprint) -> request, of every artifact folder below a work directory."""
@@ -37,20 +39,35 @@ def lineage(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.json:
         say(json.dumps({"artifact": key, "made_from": back, "made_into": forward}, indent=1), result=True)
         return
-    say(f"{key[0]} {key[1]}  {config.work_dir / key[0] / key[1]}")
-    say("made from:")
-    for depth, (stage, fingerprint), _ in back:
-        say(f"{'  ' * depth}{stage} {fingerprint}{_facts(config.work_dir, known[stage, fingerprint], fingerprint)}")
-    if not back:
-        say("  the sources named in its request.json")
-    say("made into:")
-    for depth, (stage, fingerprint), _ in forward:
-        say(f"{'  ' * depth}{stage} {fingerprint}")
-    if not forward:
-        say("  nothing yet")
+    say(f"{key[0]} {key[1]}  {config.work_dir / key[0] / key[1]}", result=True)
+    for title, steps, nothing in (
+        ("made from:", back, "the sources named in its request.json"),
+        ("made into:", forward, "nothing yet"),
+    ):
+        say(title, result=True)
+        for depth, source, told in _once(steps):
+            facts = "  (as above)" if told else _facts(config.work_dir, known.get(source), source[1])
+            say(f"{'  ' * depth}{source[0]} {source[1]}{facts}", result=True)
+        if not steps:
+            say(f"  {nothing}", result=True)
 
 
-def _facts(work_dir: Path, request: dict[str, Any], fingerprint: str) -> str:
+def _once(steps: list[Step]) -> Iterator[tuple[int, tuple[str, str], bool]]:
+    """(depth, artifact, whether it was told before): what lies behind an artifact is told where it first appears."""
+    seen: set[tuple[str, str]] = set()
+    below = None
+    for (depth, source, _), (following, *_) in zip(steps, [*steps[1:], (0,)], strict=True):
+        if below is not None and depth > below:
+            continue
+        told = source in seen and following > depth
+        below = depth if told else None
+        seen.add(source)
+        yield depth, source, told
+
+
+def _facts(work_dir: Path, request: dict[str, Any] | None, fingerprint: str) -> str:
+    if request is None:
+        return "  (deleted)"
     sources = request.get("sources")
     text = f"  sources {json.dumps(sources)[:120]}" if sources else ""
     return text if (work_dir / request["stage"] / fingerprint / "manifest.json").exists() else f"{text}  (unfinished)"
@@ -74,9 +91,6 @@ def _find(config: Config, text: str, known: dict[tuple[str, str], Any]) -> tuple
         found = ", ".join(f"{stage} {fingerprint}" for stage, fingerprint in matches) or "none"
         raise ConfigError(f"lineage: {text!r} should name one artifact below {config.work_dir}; matches: {found}")
     return matches[0]
-
-
-Step = tuple[int, tuple[str, str], str]
 
 
 def _back(key: tuple[str, str], known: dict[tuple[str, str], Any], depth: int = 1) -> Iterator[Step]:
