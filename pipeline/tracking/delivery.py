@@ -38,15 +38,25 @@ class Place:
 
 
 def import_client() -> Any:
-    """mlflow's client class; telemetry off, short patience (retrying is ours), only warnings logged."""
+    """mlflow's client class; telemetry off, short patience (retrying is ours), no addresses printed, which may hold a
+    password, and nothing logged of what reaches us as an exception anyway."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     from mlflow.tracking import MlflowClient
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("mlflow.store", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return MlflowClient
+
+
+def _told(error: Exception) -> str:
+    """The line of an error that says what happened: SQLAlchemy adds the statement, its values and a note before it."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("(raised as a result of")]
+    return redact_text(lines[0])[:300] if lines else type(error).__name__
 
 
 class Delivery(threading.Thread):
@@ -89,7 +99,7 @@ class Delivery(threading.Thread):
             if not self._failures:
                 say(
                     f"tracking: {redact_text(self.place.uri)} does not take the run's metrics "
-                    f"({redact_text(str(error))[:300]}). The run goes on; they wait in {self.journal.path}",
+                    f"({_told(error)}). The run goes on; they wait in {self.journal.path}",
                     warning=True,
                 )
             self._failures += 1
