@@ -106,6 +106,15 @@ def sps_plot(sps: dict[str, Any], path: Path) -> Path:
     return _save(figure, path)
 
 
+def codec_error_plot(errors: dict[int, float], codec: str, path: Path) -> Path:
+    """What the cache's tap codec loses, by tapped layer."""
+    figure, axes = _figure(1, width=4.4)
+    axes[0].bar([str(layer) for layer in errors], list(errors.values()), width=0.6)
+    axes[0].set(xlabel="tapped layer", ylabel="mean of |x' - x| / |x|")
+    axes[0].set_title(f"codec {codec}", fontsize=8)
+    return _save(figure, path)
+
+
 def codec_plot(codecs: dict[str, Any], layers: Sequence[int], path: Path) -> Path:
     """What tap codecs cost: relative error by tapped layer, and change of acceptance against bf16 with its interval."""
     figure, axes = _figure(2, width=4.6, height=3.2)

@@ -19,10 +19,11 @@ from pipeline import stopping
 from pipeline.artifact import Artifact
 from pipeline.chain import StageContext, share
 from pipeline.corpus.tokens import read_tokens
+from pipeline.decoding.plots import codec_error_plot
 from pipeline.errors import DataError
 from pipeline.progress import Bar, progress, rank, say
 from pipeline.shards.builder import Builder
-from pipeline.shards.calibration import RMS_FILE, shared_channel_rms
+from pipeline.shards.calibration import RMS_FILE, codec_errors, shared_channel_rms
 from pipeline.shards.layout import CONVENTION, Spec
 from pipeline.shards.plan import estimate, refuse_without_space, show_bytes
 from pipeline.target import Target, default_layers, pick_device, text_config
@@ -98,6 +99,8 @@ def _build(context: StageContext, layers: Sequence[int], spec: Spec, work: Seque
     config, artifact, folder = context.config, context.artifact, context.inputs["tokens"].path
     target = _load(context, layers)
     rms = _rms(context, target, spec)
+    if work[0][0] == 0:
+        _show_codec(context, layers, target, spec, rms)
     tokens = {source: int((context.inputs["tokens"].row(source) or {})["tokens"]) for _, source in work}
     write = not config.target.tensor_parallel or rank() == 0
     with (
@@ -139,6 +142,17 @@ def _check_stop(together: bool) -> None:
         if asked.item():
             stopping.request("another rank was asked to stop")
     stopping.check()
+
+
+def _show_codec(context: StageContext, layers: Sequence[int], target: Target, spec: Spec, rms: Tensor | None) -> None:
+    """What the tap codec loses on the first rows, as numbers and a picture on this stage's run."""
+    tokens = context.inputs["tokens"]
+    errors = codec_errors(target, read_tokens(tokens.path / tokens.manifest()["shards"][0]["file"]), spec, rms)
+    if errors and rank() == 0:
+        by_layer = dict(zip(layers, errors, strict=True))
+        plot = codec_error_plot(by_layer, spec.taps, context.artifact.path / "plots" / "codec.png")
+        context.tracker.metrics({f"codec_error/layer_{layer}": error for layer, error in by_layer.items()})
+        context.tracker.file(plot, "targets")
 
 
 def _shown(bar: Bar, started: float) -> Callable[[int], None]:

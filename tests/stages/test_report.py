@@ -12,6 +12,7 @@ from pipeline.tracking.places import store_uri
 from tests.stages import whole_chain
 
 PICTURES = {
+    "targets": ("codec",),
     "train": ("loss", "acceptance_by_slot", "acceptance", "tau", "learning_rate", "throughput"),
     "calibrate": ("reliability-T0", "reliability-T1"),
     "profile": ("sps",),

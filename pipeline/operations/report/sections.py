@@ -184,6 +184,7 @@ def cache(story: Story) -> Parts:
     yield Table(
         ["what", "value"], [*rows, *flat({name: facts[name] for name in kept if name in facts})], "Target cache"
     )
+    yield from story.figures("targets", {"codec": "Relative error of the taps after the codec, by layer"})
     study = story.config.work_dir / "studies" / f"codecs-{story.chain['train'].fingerprint}.json"
     if not study.exists():
         yield Note("No codec study of this drafter; `dspark codecs` makes one.", "missing")

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.shards import codecs
+from pipeline.shards.calibration import codec_errors
 from pipeline.shards.codecs import decode_taps, encode_taps
-from tests.unit.shards.cache import spec_of
+from tests.unit.shards.cache import ToyTarget, rows_of, spec_of
 
 
 def states(tokens: int = 200, width: int = 576) -> Tensor:
@@ -112,3 +113,13 @@ def test_rows_are_encoded_independently_of_their_neighbours() -> None:
 def test_missing_channel_rms_is_an_error() -> None:
     with pytest.raises(ValueError, match="RMS"):
         encode_taps(states(2), spec_of("int4", hidden_size=576, channel_rms=True))
+
+
+def test_errors_on_a_sample_of_rows_are_the_codecs_own() -> None:
+    """Per layer, by the same numbers as on states given directly; rows that are not finite take no part."""
+    rows, spec = rows_of(3), spec_of("int4")
+    taps = torch.cat([ToyTarget().forward(torch.from_numpy(row.ids).long()[None]).taps_BTLD[0].float() for row in rows])
+    expected = relative(decode_taps(encode_taps(taps, spec), spec) - taps, taps).mean(0)
+    assert codec_errors(ToyTarget(), rows, spec, None) == pytest.approx(expected.tolist(), rel=1e-4)
+    every = frozenset(int(word) for row in rows for word in row.ids)
+    assert codec_errors(ToyTarget(poison=every), rows, spec, None) == []
