@@ -15,6 +15,7 @@ from pathlib import Path
 from launch import queue
 from launch.jobs import Job, command, line, log_name, node_lines, plan
 from launch.queue import folder_of, submitted
+from pipeline import stopping
 from pipeline.artifact import write_json
 from pipeline.chain import resolve
 from pipeline.config import Config
@@ -56,6 +57,7 @@ def _submit(config: Config, jobs: list[Job], fingerprints: dict[str, str]) -> No
     folder.mkdir(parents=True, exist_ok=True)
     previous = None
     for job in jobs:
+        stopping.check()
         old = known.get(job.stage, {})
         same = old.get("fingerprint") == fingerprints[job.stage]
         if same and old["job_id"] in states:

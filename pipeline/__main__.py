@@ -1,9 +1,7 @@
 """The command line: `dspark COMMAND -c FILE [section.key=value ...]`, also as `python -m pipeline`, and under
 `torchrun -m pipeline` or `accelerate launch -m pipeline` with the same arguments.
 
-Exit codes: 0 done, or stopped cleanly (`stopped.json` says why); 1 an unexpected failure; 2 the configuration or the
-command line is wrong; 3 the data is wrong; 4 an artifact is damaged or unfinished; 5 the disk is full;
-130 Ctrl-C twice.
+Stages, `run`, `submit`, `repair` and `feed` stop well at the first Ctrl-C, at once at the second; the others at once.
 """
 
 from __future__ import annotations
@@ -21,8 +19,13 @@ from pipeline import config as configuration
 from pipeline.commands import COMMANDS, OTHER_COMMANDS, STAGE_COMMANDS, Command
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DsparkError, Stopped
+from pipeline.files import storage_error
 from pipeline.progress import say
 
+EXIT_CODES = """\
+exit codes: 0 done, or stopped cleanly (stopped.json says why); 1 an unexpected failure; 2 the configuration or the
+command line is wrong; 3 the data is wrong; 4 an artifact is damaged, unfinished or in use; 5 the disk is full;
+130 ended by Ctrl-C"""
 DEBUG_OVERRIDES = (
     "data.shard_rows=32",
     "data.workers=0",
@@ -59,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = parse(words)
-        progress.configure(quiet=arguments.quiet)
+        progress.configure(quiet=arguments.quiet or getattr(arguments, "json", False))
         config = load_config(arguments)
-        stopping.install(stopping.obeyed(config.launch.stop_signal), arguments.stop_after)
+        if COMMANDS[arguments.command].stops_well:
+            stopping.install(stopping.obeyed(config.launch.stop_signal), arguments.stop_after)
         module, _, function = COMMANDS[arguments.command].call.partition(":")
         getattr(importlib.import_module(module), function)(config, arguments)
     except Stopped as stop:
@@ -70,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DsparkError as error:
         say(str(error), error=True)
         return error.exit_code
+    except OSError as error:
+        full = storage_error(Path(error.filename or "the disk"), error)
+        if full is None:
+            raise
+        say(str(full), error=True)
+        return full.exit_code
     except KeyboardInterrupt:
         return 130
     return 0
@@ -105,8 +115,7 @@ def _overview() -> argparse.ArgumentParser:
         usage="dspark COMMAND -c FILE [section.key=value ...]",
         description="Train, calibrate, measure and export drafters for speculative decoding.",
         epilog=f"stages:\n{table(STAGE_COMMANDS)}\n\nother commands:\n{table(OTHER_COMMANDS)}\n\n"
-        f"`dspark COMMAND --help` shows a command's options.\n\n{(__doc__ or '').partition('Exit')[1:][0]}"
-        f"{(__doc__ or '').partition('Exit')[2]}",
+        f"`dspark COMMAND --help` shows a command's options.\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -115,7 +124,7 @@ def _command_parser(name: str, command: Command) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"dspark {name}",
         description=command.help,
-        epilog=f"example: {command.example}",
+        epilog=f"example: {command.example}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML run configuration")

@@ -12,16 +12,20 @@ Argument = tuple[str, str]  # name ("text", "--flag" or "--option=METAVAR"), hel
 
 @dataclass(frozen=True)
 class Command:
-    """`call` is "module:function"; it receives (config, arguments). `arguments` come before the overrides."""
+    """`call` is "module:function"; it receives (config, arguments). `arguments` come before the overrides.
+
+    `stops_well`: it looks for requests to stop between units of work. Ctrl-C ends the others at once.
+    """
 
     help: str
     example: str
     call: str
     arguments: tuple[Argument, ...] = ()
+    stops_well: bool = False
 
 
 def _stage(name: str, text: str) -> Command:
-    return Command(text, f"dspark {name} -c configs/debug.yaml", "pipeline.operations.run:stage")
+    return Command(text, f"dspark {name} -c configs/debug.yaml", "pipeline.operations.run:stage", stops_well=True)
 
 
 STAGE_COMMANDS = {
@@ -44,12 +48,14 @@ OTHER_COMMANDS = {
         "walk the whole chain, skipping what is finished",
         "dspark run -c configs/debug.yaml train.steps=40",
         "pipeline.operations.run:chain",
+        stops_well=True,
     ),
     "submit": Command(
         "submit the chain to Slurm: what is missing, each stage after the one before",
         "dspark submit -c configs/debug.yaml --dry-run",
         "launch.submit:submit",
         (("--dry-run", "print the commands, and what each node would run"),),
+        stops_well=True,
     ),
     "plan": Command(
         "what a configuration costs before anything is spent, and what exists already",
@@ -76,6 +82,7 @@ OTHER_COMMANDS = {
         (
             ("--samples=N", "conversations shown (default 2)"),
             ("--endpoint=URL", "compare with a server's own tokenisation, e.g. http://host:8000/v1"),
+            ("--json", "print as JSON"),
         ),
     ),
     "fetch": Command(
@@ -93,6 +100,7 @@ OTHER_COMMANDS = {
         "build a rolling cache's shards on devices of their own, beside a training run elsewhere",
         "dspark feed -c configs/debug.yaml",
         "pipeline.operations.feed:run",
+        stops_well=True,
     ),
     "status": Command(
         "what exists, what runs and how far it is, why it stopped",
@@ -120,17 +128,19 @@ OTHER_COMMANDS = {
         "list artifacts no experiment refers to, and what deleting them frees",
         "dspark gc -c configs/debug.yaml",
         "pipeline.operations.lineage:gc",
-        (("--yes", "delete them"),),
+        (("--yes", "delete them"), ("--json", "print as JSON")),
     ),
     "verify": Command(
         "check every finished artifact's files against the hashes in its manifest",
         "dspark verify -c configs/debug.yaml",
         "pipeline.operations.verify:verify",
+        (("--json", "print as JSON"),),
     ),
     "repair": Command(
         "remove exactly the bad files `verify` finds, and run their stages again",
         "dspark repair -c configs/debug.yaml",
         "pipeline.operations.verify:repair",
+        stops_well=True,
     ),
     "push": Command(
         "upload one exported layout to the Hugging Face hub (HF_TOKEN)",

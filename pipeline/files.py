@@ -72,13 +72,20 @@ def atomic_path(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
         fsync_dir(target.parent)
     except BaseException as error:
         _remove(temporary)
-        number = _errno(error)
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise StorageError(
-                f"{target}: cannot be written ({os.strerror(number)}). Finished files are intact: free space and run "
-                "the same command again."
-            ) from error
+        if (full := storage_error(target, error)) is not None:
+            raise full from error
         raise
+
+
+def storage_error(where: Path, error: BaseException) -> StorageError | None:
+    """What to tell a user whose disk is full, over its quota or read-only; None when `error` is something else."""
+    number = _errno(error)
+    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    return StorageError(
+        f"{where}: cannot be written ({os.strerror(number)}). Finished files are intact: free space and run the same "
+        "command again."
+    )
 
 
 def _errno(error: BaseException) -> int | None:

@@ -3,7 +3,7 @@
     with progress(total=1000, what="answers", unit="rows") as bar:
         bar.advance(8, tokens_per_second=612)
 
-Rank 0 writes to the console; every rank writes to its own log file once `configure` named one.
+Rank 0 writes to the console; every rank writes to its own log file while `logged` keeps one open.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -32,31 +33,49 @@ class _Console:
 _console = _Console()
 
 
-def configure(*, quiet: bool = False, stream: TextIO | None = None, log_path: Path | None = None) -> None:
-    """Set where lines go. `quiet` keeps the console to warnings; `log_path` receives every line of this rank."""
+def configure(*, quiet: bool = False, stream: TextIO | None = None) -> None:
+    """Set where lines go. `quiet` keeps the console to warnings, errors and results."""
     _console.quiet, _console.stream = quiet, stream
-    if _console.log is not None:
-        _console.log.close()
-        _console.log = None
-    if log_path is not None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        _console.log = log_path.open("a", encoding="utf-8", buffering=1)
+
+
+@contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Append every line of this process to `path` as well, quiet or not, and the error that ends the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        outer, _console.log = _console.log, file
+        try:
+            yield
+        except BaseException:
+            _log(traceback.format_exc())
+            raise
+        finally:
+            _console.log = outer
 
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def say(text: str = "", *, warning: bool = False, error: bool = False, result: bool = False) -> None:
-    """One line (or block) for the user. Warnings, errors and results reach the console even when quiet."""
-    if _console.log is not None:
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        _console.log.write(f"{stamp} {text}\n")
-    if rank() == 0 and (warning or error or result or not _console.quiet):
+def say(
+    text: str = "", *, warning: bool = False, error: bool = False, result: bool = False, any_rank: bool = False
+) -> None:
+    """One line (or block) for the user. Warnings, errors and results reach the console even when quiet.
+
+    Other ranks than 0 reach it only with `any_rank`.
+    """
+    _log(text)
+    if (any_rank or rank() == 0) and (warning or error or result or not _console.quiet):
         stream = _console.stream or (sys.stderr if warning or error else sys.stdout)
         _clear(stream)
         stream.write(f"{'error: ' if error else 'warning: ' if warning else ''}{text}\n")
         stream.flush()
+
+
+def _log(text: str) -> None:
+    if _console.log is not None:
+        with suppress(OSError):  # a full disk: the console still has it
+            _console.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def _clear(stream: TextIO) -> None:
@@ -95,6 +114,7 @@ class Bar:
     _started: float = field(default_factory=time.monotonic)
     _first: int = 0
     _drawn: float = 0.0
+    _told: float = 0.0
 
     def __post_init__(self) -> None:
         self._first = self.done
@@ -103,20 +123,32 @@ class Bar:
         self.done += count
         self.shown.update(shown)
         now = time.monotonic()
-        every = _BAR_EVERY_SECONDS if self._stream().isatty() else _LINE_EVERY_SECONDS
-        if now - (self._drawn or self._started) >= every:
+        if self._live() and now - (self._drawn or self._started) >= _BAR_EVERY_SECONDS:
             self._drawn = now
-            self.draw()
+            self._draw()
+        if now - (self._told or self._started) >= _LINE_EVERY_SECONDS:
+            self._told = now
+            self.tell()
 
-    def draw(self) -> None:
-        stream = self._stream()
-        if rank() == 0 and stream.isatty() and not _console.quiet:
-            width = 24
-            filled = width * self.done // max(self.total, 1)
-            stream.write(f"\r\033[K{'█' * filled}{'·' * (width - filled)} {self.line()}")
-            stream.flush()
-        else:
-            say(self.line())
+    def tell(self) -> None:
+        """A line: for the log where a bar is on the console, else for both."""
+        (_log if self._live() else say)(self.line())
+
+    def finish(self) -> None:
+        """The last word: the bar stays where it is, with all that was done."""
+        if self._live():
+            self._draw()
+            self._stream().write("\n")
+        self.tell()
+
+    def _live(self) -> bool:
+        return rank() == 0 and self._stream().isatty() and not _console.quiet
+
+    def _draw(self) -> None:
+        stream, width = self._stream(), 24
+        filled = width * self.done // max(self.total, 1)
+        stream.write(f"\r\033[K{'█' * filled}{'·' * (width - filled)} {self.line()}")
+        stream.flush()
 
     def line(self) -> str:
         elapsed, seconds = time.monotonic() - self._started, self.seconds_left()
@@ -146,6 +178,4 @@ def progress(total: int, *, what: str, unit: str, done: int = 0) -> Iterator[Bar
         yield bar
     finally:
         _console.bar = outer
-    bar.draw()
-    if rank() == 0 and bar._stream().isatty() and not _console.quiet:
-        bar._stream().write("\n")
+    bar.finish()

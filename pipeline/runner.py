@@ -72,13 +72,14 @@ def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None
         _wait_for(artifact)
         return
     started = time.monotonic()
-    say(f"{name}: {artifact.path}")
     with (
         _held(artifact),
+        progress.logged(artifact.path / "logs" / f"rank-{chain_table.array_share()[0]:03d}.log"),
         _tracked(config, name, artifact, inputs) as tracker,
         traced(artifact),
         usage.recorded(artifact.path, tracker.metrics),
     ):
+        say(f"{name}: {artifact.path}")
         stage = importlib.import_module(f"pipeline.stages.{name}")
         stage.run(StageContext(config, artifact, inputs, tracker, artifacts))
     if artifact.complete:

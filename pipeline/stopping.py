@@ -33,7 +33,7 @@ class _State:
 
 
 def obeyed(configured: str | None) -> tuple[str, ...]:
-    """Names of the signals a run stops on: SIGTERM, Ctrl-C, and `launch.stop_signal`; SIGUSR1 and SIGUSR2 without one.
+    """The signals a run stops on: SIGTERM, Ctrl-C, and `launch.stop_signal`; SIGUSR1 and SIGUSR2 where it is null.
 
     A signal that is not named here is left alone: the site may use it for something else (SLM-07).
     """

@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.artifact import Artifact, read_json, write_json
 from pipeline.errors import ArtifactError, Stopped, StorageError
-from pipeline.progress import current, rank
+from pipeline.progress import current, rank, say
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -51,6 +51,8 @@ def _note_failure(artifact: Artifact, error: BaseException) -> None:
     if not path.exists():
         text, code = f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)
         write_json(path, {**_who(), "stage": artifact.stage, "error": text, "exit_code": code})
+        if rank() > 0:
+            say(f"rank {rank()}: {text}", error=True, any_rank=True)  # rank 0 will only miss its peer
 
 
 def _tell_batch_script(reason: str) -> None:

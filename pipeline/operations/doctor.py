@@ -7,11 +7,11 @@ see them: token, role, mask, anchor-eligible. Reads no weights.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipeline import preflight
@@ -31,12 +31,15 @@ def doctor(config: Config, arguments: argparse.Namespace) -> None:
     """Print every check; raises ConfigError at the end when there are problems."""
     checks = [*_environment(), *_target(config), *_places(config)]
     for state, what, finding in checks:
-        say(f"{state:8s} {what:14s} {finding}", result=True)
+        say(f"{state:8s} {what:14s} {finding}", result=not arguments.json)
     problems = [f"{what}: {finding}" for state, what, finding in checks if state == "problem"]
     if not any(what == "target" for what in (check[1] for check in checks if check[0] == "problem")):
         findings = _chats(config, int(arguments.samples or 2), arguments.endpoint)
-        say(findings.text, result=True)
+        say(findings.text, result=not arguments.json)
         problems += findings.problems
+    if arguments.json:
+        rows = [dict(zip(("state", "what", "finding"), check, strict=True)) for check in checks]
+        say(json.dumps({"checks": rows, "problems": problems}, indent=1), result=True)
     if problems:
         raise ConfigError(problems)
 

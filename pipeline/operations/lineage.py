@@ -114,16 +114,19 @@ def gc(config: Config, arguments: argparse.Namespace) -> None:
     known = requests(config.work_dir)
     kept = _reachable(config.work_dir, known)
     loose = [key for key in known if key not in kept and not alive(config.work_dir / key[0] / key[1])]
-    total = 0
+    sizes: dict[str, int] = {}
     for stage, fingerprint in loose:
         folder = config.work_dir / stage / fingerprint
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        total += size
-        say(f"{size / 1e6:10.1f} MB  {folder}")
+        size = sizes[str(folder)] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        say(f"{size / 1e6:10.1f} MB  {folder}", result=not arguments.json)
         if arguments.yes:
             shutil.rmtree(folder)
+    if arguments.json:
+        say(json.dumps({"bytes": sizes, "deleted": arguments.yes}, indent=1), result=True)
+        return
     verb = "freed" if arguments.yes else "would be freed (add --yes to delete)"
-    say(f"{total / 1e6:10.1f} MB  {verb}; {len(loose)} of {len(known)} artifacts are unreferenced")
+    total = sum(sizes.values()) / 1e6
+    say(f"{total:10.1f} MB  {verb}; {len(loose)} of {len(known)} artifacts are unreferenced", result=True)
 
 
 def _reachable(work_dir: Path, known: dict[tuple[str, str], Any]) -> set[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from pipeline.artifact import Artifact
 from pipeline.chain import resolve
@@ -28,6 +29,9 @@ def verify(config: Config, arguments: argparse.Namespace) -> None:
     """Raises ArtifactError naming every bad file."""
     artifacts = resolve(config)
     found = bad_files(artifacts)
+    if arguments.json:
+        done = [name for name, artifact in artifacts.items() if artifact.complete]
+        say(json.dumps({"checked": done, "bad": found}, indent=1), result=True)
     if found:
         raise ArtifactError(
             "\n".join(

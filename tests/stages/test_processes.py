@@ -28,6 +28,9 @@ def test_run_starts_a_stage_with_real_ranks_and_goes_on_alone(finished: Path, tm
     work_dir = copied(finished, tmp_path, "train")
     output = started(work_dir)
     assert "on 2 rank(s)" in output and output.count(": reused ") == len(whole_chain.stages_of()) - 1
+    (folder,) = (path.parent for path in work_dir.glob("train/*/manifest.json"))
+    for log in ("rank-000.log", "rank-001.log"):
+        assert "on 2 rank(s)" in (folder / "logs" / log).read_text() and "train: 20/20 steps" in output
     for one, two in zip(losses(finished), losses(work_dir), strict=True):
         assert two == pytest.approx(one, rel=1e-5, abs=1e-5)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from pipeline.__main__ import DEBUG_OVERRIDES, main
 from pipeline.commands import COMMANDS
 from pipeline.config import load
+from pipeline.errors import DsparkError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = str(ROOT / "configs/debug.yaml")
@@ -89,7 +94,8 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ending:
         main([name, "--help"])
     assert ending.value.code == 0
-    assert f"example: dspark {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"example: dspark {name}" in shown and "exit codes: 0 done" in shown and "--quiet" in shown
 
 
 def test_a_work_dir_that_cannot_be_a_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -104,3 +110,50 @@ def test_files_that_are_no_configuration_are_refused(capsys: pytest.CaptureFixtu
     assert "not UTF-8" in refused(capsys, "status", "-c", str(path))
     path.write_text("experiment: a\nexperiment: b\n")
     assert "given twice" in refused(capsys, "status", "-c", str(path))
+
+
+def test_the_overview_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert ending.value.code == 0 and all(f"\n  {name} " in shown for name in COMMANDS)
+    codes = {kind.exit_code for kind in (DsparkError, *DsparkError.__subclasses__())}
+    assert codes == {0, 1, 2, 3, 4, 5}
+    assert all(f" {code} " in shown.partition("exit codes:")[2].replace("\n", " ") for code in {*codes, 130})
+
+
+JSON = [name for name, command in COMMANDS.items() if "--json" in dict(command.arguments)]
+
+
+@pytest.mark.parametrize("name", [name for name in JSON if name != "lineage"])
+def test_json_is_all_that_a_script_reads(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also with --debug, which has something to say otherwise. (`lineage` wants an artifact: see its own tests.)"""
+    settings = [f"work_dir={tmp_path}", "target.tiny.train_steps=0", "--debug"]
+    more = ["--rows", "1000"] if name == "plan" else []
+    assert main([name, "-c", DEBUG, *settings, *more, "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    assert len(JSON) >= 6
+
+
+def test_ctrl_c_ends_a_command_that_is_no_stage_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+    monkeypatch.setattr("pipeline.operations.status.status", interrupted)
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["status", "-c", DEBUG, f"work_dir={tmp_path}"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def test_a_full_disk_is_told_wherever_it_is_met(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/data/x")
+
+    monkeypatch.setattr("pipeline.operations.status.status", full)
+    assert main(["status", "-c", DEBUG, f"work_dir={tmp_path}"]) == 5
+    assert "/data/x: cannot be written (No space left on device)" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_only_the_configured_signal_is_taken(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_line_leaves_the_other_signal_alone(tmp_path: Path) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
-    assert main(["status", "-c", DEBUG, f"work_dir={tmp_path}", "launch.stop_signal=SIGUSR2"]) == 0
+    assert main(["repair", "-c", DEBUG, f"work_dir={tmp_path}", "launch.stop_signal=SIGUSR2"]) == 0
     os.kill(os.getpid(), signal.SIGUSR1)
     assert seen == [signal.SIGUSR1] and stopping.requested() is None
     os.kill(os.getpid(), signal.SIGUSR2)
