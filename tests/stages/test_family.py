@@ -69,7 +69,7 @@ def test_the_family_on_one_cache(proof, tmp_path):
             proof.note(f"{name}, T = {row['temperature']:g}", f"tau {row['tau']:.2f} [{low:.2f}, {high:.2f}]; {curve}")
             if row["drafter"] != "prompt-lookup":
                 assert 1.0 <= low <= row["tau"] <= high
-                assert not row["lossless"]["faults"] if row["temperature"] == 0 else True
+                assert not row.get("lossless", {}).get("faults")  # compared with plain decoding where that ran
         lookup = [row for row in records if row["drafter"] == "prompt-lookup"]
         assert {row["temperature"] for row in lookup} == {0.0, 1.0}
     assert len(caches) == 1 and len(requests) == 2
