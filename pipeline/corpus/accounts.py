@@ -13,6 +13,8 @@ from pipeline.corpus.assemble import REMOVALS, Assembly
 from pipeline.corpus.rows import SPLITS
 from pipeline.errors import DataError
 
+_REASONS_SHOWN = 12
+
 
 def check_skips(assembly: Assembly, listing: Path) -> None:
     """Refuse a corpus with too many unusable rows. Removals (duplicates, leaks, weights) are no fault of the input."""
@@ -39,9 +41,11 @@ def check_share(skipped: dict[str, int], *, total: int, limit: float, setting: s
 
 
 def _reasons(skipped: dict[str, int]) -> str:
-    return ", ".join(
-        f"{reason} {count}" for reason, count in sorted(skipped.items(), key=lambda item: (-item[1], item))
-    )
+    ordered = sorted(skipped.items(), key=lambda item: (-item[1], item))
+    named = [f"{reason} {count}" for reason, count in ordered[:_REASONS_SHOWN]]
+    if rest := ordered[_REASONS_SHOWN:]:
+        named.append(f"{len(rest)} other reasons {sum(count for _, count in rest)}")
+    return ", ".join(named)
 
 
 def write_listing(path: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:

@@ -36,6 +36,8 @@ _PAIRS = (
     ("input", None, "output"),
 )
 
+_ROLE_SHOWN = 40  # characters: what stands where a role belongs may be a whole answer
+
 
 class Skip(Exception):
     """This row cannot be used. `reason` is counted; `detail` and other facts help the person who reads the list."""
@@ -113,7 +115,7 @@ def _message(turn: Any, table: Mapping[str, str]) -> Message:
     said = turn.get("role") if turn.get("role") is not None else turn.get("from")
     role = table.get(str(said).strip().lower())
     if role is None:
-        raise Skip(f"unknown_role:{said}")
+        raise Skip(f"unknown_role:{str(said)[:_ROLE_SHOWN]}")
     content = _text(turn.get("content") if turn.get("content") is not None else turn.get("value"))
     if role == "call":
         return {"role": "assistant", "content": "", "tool_calls": tool_calls(content)}

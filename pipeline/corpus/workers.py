@@ -3,7 +3,8 @@
     for result in each(writer.run, units, workers=8): ...
 
 Workers start clean: nothing of this process (threads, CUDA, tokenizers) leaks into them. Where they need a library that
-is slow to import, they are forked from a server process that has imported it once for all.
+is slow to import, they are forked from a server process that has imported it once for all. Stop signals, which Slurm
+and terminals send to every process, do not reach them: this process waits for the units in work.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from pipeline import stopping
@@ -35,14 +37,19 @@ def each(
     context = multiprocessing.get_context("forkserver" if preload else "spawn")
     if preload:
         context.set_forkserver_preload(list(preload))
-    with ProcessPoolExecutor(min(workers, len(items)), mp_context=context, initializer=_quiet_threads) as pool:
+    with stopping.shielded():
+        pool = ProcessPoolExecutor(min(workers, len(items)), mp_context=context, initializer=_quiet_threads)
         futures = [pool.submit(function, item) for item in items]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-                stopping.check()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+            stopping.check()
+    except (BrokenProcessPool, KeyboardInterrupt):
+        for process in multiprocessing.active_children():
+            process.kill()  # the pool would send SIGTERM, which they do not hear
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _quiet_threads() -> None:

@@ -141,6 +141,14 @@ def test_too_many_bad_rows_stop_the_stage_and_name_the_reasons(tmp_path: Path) -
     assert run_stage(allowed, "data").manifest()["rows"]["out"] == 20
 
 
+def test_answers_that_stand_where_roles_belong_do_not_flood_the_message(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": f"{n} " + "and so on " * 50, "content": "x"}]} for n in range(30)]
+    path = write_jsonl(tmp_path / "corpus.jsonl", rows)
+    with pytest.raises(DataError, match=r"unknown_role:0 and so on.* 18 other reasons 18") as error:
+        run_stage(make_config(tmp_path / "work", data={"sources": [{"path": str(path)}]}), "data")
+    assert len(str(error.value)) < 2000
+
+
 @pytest.mark.parametrize("near", [None, {"threshold": 0.7}])
 def test_two_processes_and_two_tasks_give_the_shards_of_one(
     tmp_path: Path, near: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,7 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 def rows_of(artifact: Artifact, split: str = "train") -> list[dict[str, Any]]:
     """Rows of all text shards of a split, as plain data."""
     names = [fact["file"] for fact in artifact.manifest()["shards"] if fact["file"].startswith(split)]
-    return [json.loads(line) for name in names for line in (artifact.path / name).read_text().splitlines()]
+    return [json.loads(line) for name in names for line in (artifact.path / name).read_bytes().splitlines()]
 
 
 def listing_of(artifact: Artifact) -> list[dict[str, Any]]:
