@@ -5,15 +5,18 @@
         check()                                    # raises Stopped with the reason
 
 The first signal asks; a second Ctrl-C ends the process at once. Other repeated signals change nothing, so a save in
-progress is not broken. Handlers act only in the process that installed them: forked data workers ignore the signals.
+progress is not broken. Handlers act only in the process that installed them: forked data workers ignore the signals,
+and those started in a `shielded` block never get them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
 from pipeline.errors import Stopped
@@ -48,6 +51,19 @@ def install(signals: Iterable[str] = DEFAULT_SIGNALS, stop_after_seconds: float 
     _State.deadline = None if stop_after_seconds is None else time.monotonic() + stop_after_seconds
     for name in signals:
         signal.signal(getattr(signal, name), _handle)
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Processes started inside never see a stop signal: they inherit that it is blocked. Ours waits until the end."""
+    signals = {getattr(signal, name) for name in DEFAULT_SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        ensure_running()  # multiprocessing's own helper process, whose start unblocks some of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
