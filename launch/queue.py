@@ -29,7 +29,7 @@ def states() -> dict[str, str] | None:
     """
     words = ["squeue", "-h", "--me", "-o", "%F|%T|%r"]
     try:
-        run = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+        run = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return None
     found: dict[str, Counter[str]] = {}

@@ -56,7 +56,8 @@ def _once(steps: list[Step]) -> Iterator[tuple[int, tuple[str, str], bool]]:
     """(depth, artifact, whether it was told before): what lies behind an artifact is told where it first appears."""
     seen: set[tuple[str, str]] = set()
     below = None
-    for (depth, source, _), (following, *_) in zip(steps, [*steps[1:], (0,)], strict=True):
+    depths = [depth for depth, _, _ in steps]
+    for (depth, source, _), following in zip(steps, [*depths[1:], 0], strict=False):
         if below is not None and depth > below:
             continue
         told = source in seen and following > depth

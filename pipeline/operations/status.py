@@ -19,7 +19,8 @@ from pipeline.trace import FAILED, RUNNING, STOPPED, alive
 
 
 def status(config: Config, arguments: argparse.Namespace) -> None:
-    jobs, states = queue.submitted(config), queue.states()
+    jobs = queue.submitted(config)
+    states = queue.states() if jobs else None
     rows = [describe(artifact, _job(jobs, states, artifact)) for artifact in resolve(config).values()]
     if arguments.json:
         say(json.dumps(rows, indent=1), result=True)

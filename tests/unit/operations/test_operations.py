@@ -146,6 +146,8 @@ def test_status_shows_slurm_jobs_beside_the_artifacts_they_were_submitted_for(
     assert rows("train.steps=61")["train"] is None, "the job was submitted for another artifact"
     assert main(["status", *words(work_dir)]) == 0
     assert "Slurm job 42: PENDING (Dependency); " in capsys.readouterr().out
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho no controller >&2; exit 1\n")
+    assert rows()["answers"]["state"] == "unknown, squeue does not answer here"
 
 
 def test_status_does_not_call_a_killed_run_running(work_dir: Path) -> None:
