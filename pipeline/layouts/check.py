@@ -7,6 +7,7 @@ stored dtype, the reloaded drafter gives the same bits; the distance to the unro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def _config_problems(found: Mapping[str, Any], expected: Mapping[str, Any], path
         mine, theirs = found[key], expected[key]
         if isinstance(mine, dict) and isinstance(theirs, Mapping):
             problems += _config_problems(mine, theirs, f"{path}: {key}")
-        elif mine != theirs or isinstance(mine, bool) != isinstance(theirs, bool):
+        elif json.dumps(mine) != json.dumps(theirs):  # 7 is not 7.0, nor 1 true, however deep
             problems.append(f"{path}: {key} is {mine!r}, {theirs!r} expected")
     return problems
 

@@ -8,6 +8,7 @@ Foreign checkpoints leave out what their own program defaults to; a default is o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +31,13 @@ class Reading:
 
 def detect(data: Data, *, where: str) -> str:
     """Name of the layout. Raises ArtifactError when the file belongs to none of them."""
+    if not isinstance(data, Mapping):
+        raise ArtifactError(f"{where}: holds a {type(data).__name__}, a mapping expected")
     if "speculators_model_type" in data:
         return "speculators"
-    names = data.get("architectures") or []
-    nested = data.get("dflash_config") or {}
+    listed, nested = data.get("architectures"), data.get("dflash_config")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    nested = nested if isinstance(nested, Mapping) else {}
     by_name = {
         "Qwen3DSparkModel": "deepspec",
         "DSparkDraftModel": "specforge",
@@ -45,7 +49,7 @@ def detect(data: Data, *, where: str) -> str:
     for name in names:
         if name in by_name:
             return by_name[name]
-    raise ArtifactError(f"{where}: architectures {names} is no drafter layout known here ({', '.join(by_name)})")
+    raise ArtifactError(f"{where}: architectures {listed} is no drafter layout known here ({', '.join(by_name)})")
 
 
 def read_config(data: Data, *, where: str, target: Data | None = None) -> Reading:
@@ -59,16 +63,44 @@ def read_config(data: Data, *, where: str, target: Data | None = None) -> Readin
     layout = detect(data, where=where)
     reader = _Reader(data, layout, target)
     try:
-        config = DraftConfig(**reader.fields())
+        fields = reader.fields()
+        reader.problems += _value_problems(fields)
+        config = DraftConfig(**fields)
     except ConfigError as error:
         raise ArtifactError(f"{where}: " + "; ".join([*reader.problems, *error.problems])) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         told = [*reader.problems, f"{type(error).__name__}: {error}"]
         raise ArtifactError(f"{where}: " + "; ".join(told)) from error
     if reader.problems:
         raise ArtifactError(f"{where}: " + "; ".join(reader.problems))
     with_markov = bool(reader.own("confidence_head_with_markov", config.markov != "none")) and config.markov != "none"
     return Reading(config, layout, with_markov)
+
+
+_WHOLE = (
+    "block_size", "layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "markov_rank",
+    "target_num_layers", "target_vocab_size", "draft_vocab_size", "mask_token_id",
+)  # fmt: skip
+
+
+def _value_problems(fields: Data) -> list[str]:
+    """Values of a kind no drafter can have; what is absent is told where it is read."""
+    problems = [
+        f"{name} is {fields[name]!r}, a whole number expected"
+        for name in _WHOLE
+        if fields[name] is not None and not _is_whole(fields[name])
+    ]
+    if not 0 < fields["rms_norm_eps"] < 1:
+        problems.append(f"rms_norm_eps is {fields['rms_norm_eps']}, a small positive number expected")
+    for key, value in fields["rope"].items():
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, str | bool | None) and not (isinstance(item, int | float) and math.isfinite(item)):
+                problems.append(f"rope parameter {key} is {value!r}, numbers expected")
+    return problems
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def rope_problems(rope: Data, target: Data) -> list[str]:
@@ -111,8 +143,16 @@ class _Reader:
     def __init__(self, data: Data, layout: str, target: Data | None) -> None:
         self.data, self.layout, self.target = data, layout, target or {}
         self.problems: list[str] = []
-        self.stack: Data = data.get("transformer_layer_config") or data
-        self.nested = data.get("dflash_config") or data.get("eagle_config") or {}
+        self.stack: Data = self._mapping("transformer_layer_config", data) or data
+        self.nested = self._mapping("dflash_config", data) or self._mapping("eagle_config", data)
+
+    def _mapping(self, key: str, place: Data) -> Data:
+        """A nested mapping; empty when absent."""
+        value = place.get(key)
+        if value is None or isinstance(value, Mapping):
+            return value or {}
+        self.problems.append(f"{key} is {value!r}, a mapping expected")
+        return {}
 
     def own(self, key: str, default: Any = None) -> Any:
         """A key of the drafter's own, wherever the layout nests it."""
@@ -198,20 +238,24 @@ class _Reader:
         if self.layout in ("eagle3", "mtp"):
             return self.data.get("num_speculative_tokens", 1)
         if self.data.get("speculators_model_type") == "eagle3":
-            methods = (self.data.get("speculators_config") or {}).get("proposal_methods") or [{}]
-            return methods[0].get("speculative_tokens", 1)
+            methods = self._mapping("speculators_config", self.data).get("proposal_methods")
+            first = methods[0] if isinstance(methods, list) and methods else None
+            return first.get("speculative_tokens", 1) if isinstance(first, Mapping) else 1
         return self.need("block_size")
 
     def _layer_ids(self, family: str) -> tuple[int, ...]:
         """Tapped layers by S4; speculators and Eagle3 files count hidden_states, which is one more."""
-        if family == "mtp":
-            return tuple(self.own("target_layer_ids", ()))
         for key, shift in (
             ("aux_hidden_state_layer_ids", 1), ("eagle_aux_hidden_state_layer_ids", 1), ("target_layer_ids", 0),
         ):  # fmt: skip
             ids = self.own(key)
+            if isinstance(ids, list) and ids and all(_is_whole(value) for value in ids):
+                return tuple(value - shift for value in ids)
             if ids:
-                return tuple(int(value) - shift for value in ids)
+                self.problems.append(f"{key} is {ids!r}, a list of layer numbers expected")
+                return ()
+        if family == "mtp":  # starts from the last hidden state; ids are a note of what the run had cached
+            return ()
         self.problems.append("no target layer ids (target_layer_ids, aux_hidden_state_layer_ids)")
         return ()
 
@@ -226,7 +270,7 @@ class _Reader:
         return found or theirs
 
     def _rope(self) -> dict[str, Any]:
-        old, new = self.stack.get("rope_theta"), (self.stack.get("rope_parameters") or {}).get("rope_theta")
+        old, new = self.stack.get("rope_theta"), self._mapping("rope_parameters", self.stack).get("rope_theta")
         if old is not None and new is not None and float(old) != float(new):
             self.problems.append(f"rope_theta is {old}, rope_parameters say {new}: which one was it trained with?")
         try:

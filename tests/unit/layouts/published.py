@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,3 +149,11 @@ def drafts(made: Drafter) -> tuple[Tensor, Tensor | None]:
     anchors = ids[torch.arange(3), lengths]
     proposal = made.propose(state, anchors, lengths, lambda logits, slot: (logits.argmax(-1), None), frozen)
     return proposal.tokens_BK, proposal.confidence_BK
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every leaf and every container of a JSON value, by path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))

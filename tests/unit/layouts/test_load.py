@@ -15,8 +15,11 @@ from pipeline.draft.io import save_drafter
 from pipeline.errors import ArtifactError
 from pipeline.layouts import files
 from pipeline.layouts.check import probe
+from pipeline.layouts.config_json import write_config
 from pipeline.layouts.load import load_any, load_published, start_from
-from tests.unit.layouts.published import PLAIN, TARGET, drafter, head, published
+from pipeline.layouts.read_config import read_config
+from pipeline.layouts.table import table
+from tests.unit.layouts.published import PLAIN, TARGET, drafter, head, origin, places, published
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -105,6 +108,38 @@ def test_what_we_cannot_run_is_refused_by_name(tmp_path: Path, edit: Edit, told:
     published(tmp_path / "out", "dspark", "deepspec")
     with pytest.raises(ArtifactError, match=told):
         load_published(_edited(tmp_path / "out", edit), target=TARGET)
+
+
+ODD: tuple[Any, ...] = (None, "x", -1, 0, 1e9, True, [], {}, [1, "a"], {"a": 1}, [None], float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("reduced", "speculators"), ("gated", "specforge"), ("yarn", "deepspec"), ("fill_in", "dflash"),
+     ("eagle3", "eagle3"), ("eagle3 reduced", "speculators"), ("mtp", "mtp")],
+)  # fmt: skip
+def test_a_malformed_config_is_an_error_that_names_the_file(name: str, layout: str) -> None:
+    """Every value in turn becomes something odd: it is read, or refused as this file's fault; nothing else raises."""
+    whole = json.loads(json.dumps(write_config(drafter(name).config, layout, origin())))
+    refused = 0
+    for place in places(whole):
+        for odd in ODD:
+            data = json.loads(json.dumps(whole))
+            node = data
+            for key in place[:-1]:
+                node = node[key]
+            node[place[-1]] = odd
+            try:
+                reading = read_config(data, where="folder/config.json", target=None)
+                table(reading.config, reading.layout)
+                assert 0 < reading.config.rms_norm_eps < 1
+                assert not any(isinstance(value, bool) for value in reading.config.target_layer_ids)
+            except ArtifactError as error:
+                refused += 1
+                assert "folder/config.json" in str(error), (place, odd)
+    assert refused > 100
+    with pytest.raises(ArtifactError, match="a mapping expected"):
+        read_config([whole], where="folder/config.json")  # type: ignore[arg-type]
 
 
 def test_number_of_target_layers_may_come_from_the_target(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipeline.layouts import files
 from pipeline.layouts.check import Expectation, self_check
 from pipeline.layouts.config_json import write_config
 from pipeline.layouts.load import load_published
-from tests.unit.layouts.published import head, origin, published
+from tests.unit.layouts.published import head, origin, places, published
 
 ROUTES = [
     ("reduced", "speculators"),
@@ -26,6 +26,8 @@ ROUTES = [
     ("fill_in", "dflash"),
     ("eagle3", "eagle3"),
     ("mtp", "mtp"),
+    ("rnn", "specforge"),
+    ("eagle3 reduced", "speculators"),
 ]
 
 
@@ -81,14 +83,6 @@ def test_any_changed_tensor_is_caught(
             assert tensor in str(caught.value)
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every leaf and every container of a JSON value, by path."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*path, key)
-        yield from _places(item, (*path, key))
-
-
 def _flipped(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
@@ -101,16 +95,21 @@ def _flipped(value: Any) -> Any:
     return {**value, "more": 1} if isinstance(value, dict) else 1
 
 
+def _retyped(value: Any) -> Any:
+    """The same number as another kind: some readers tell 7 from 7.0, some true from 1."""
+    return float(value) if isinstance(value, int) else _flipped(value)
+
+
 @pytest.mark.parametrize(("name", "layout"), ROUTES)
 def test_any_changed_config_key_is_caught(tmp_path: Path, name: str, layout: str) -> None:
     """Every key at every depth: another value, and gone."""
     made = published(tmp_path / "out", name, layout)
     path = tmp_path / "out" / "config.json"
     whole = json.loads(path.read_text())
-    places = list(_places(whole))
-    assert len(places) > 40
-    for place in places:
-        for change in (_flipped, None):
+    all_places = list(places(whole))
+    assert len(all_places) > 40
+    for place in all_places:
+        for change in (_flipped, _retyped, None):
             changed = json.loads(json.dumps(whole))
             node = changed
             for key in place[:-1]:
