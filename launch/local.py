@@ -5,6 +5,7 @@ run(config, artifact, ["-c", "FILE", "train.steps=20"])
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -70,8 +71,9 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
             if stopping.requested() and not asked:
                 asked = True
                 # The ranks themselves: launchers answer a signal by killing them after half a minute.
-                for rank in psutil.Process(process.pid).children():
-                    rank.send_signal(signal.SIGTERM)
+                with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself just now
+                    for rank in psutil.Process(process.pid).children():
+                        rank.send_signal(signal.SIGTERM)
 
 
 def _raise_ending(artifact: Artifact, code: int) -> None:
