@@ -218,6 +218,8 @@ class Draft(Section):
             problems.append("kind dspark needs a Markov head (markov, markov_rank > 0); without one it is kind dflash")
         if self.kind != "dspark" and self.markov != "none":
             problems.append(f"kind {self.kind} has no Markov head: set markov: none")
+        if self.mask_token_id is not None and self.kind in ("eagle3", "mtp", "medusa"):
+            problems.append(f"kind {self.kind} has no empty slots: set mask_token_id: null")
         if self.layout == "fill_in" and self.kind != "dflash":
             problems.append("layout fill_in belongs to kind dflash")
         if problems:

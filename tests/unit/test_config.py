@@ -150,6 +150,14 @@ def test_counts_ratios_and_choices_are_refused_with_their_name(key: str, values:
         assert any(key in problem for problem in problems(f"{key}={value}")), value
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa"])
+def test_settings_of_another_drafter_are_refused_together(kind: str) -> None:
+    (problem,) = problems(f"draft.kind={kind}")
+    assert "has no Markov head: set markov: none" in problem and "set mask_token_id: null" in problem
+    exact = ["targets.logits=last_hidden", "targets.positions=all"]
+    load(DEBUG, [f"draft.kind={kind}", "draft.markov=none", "draft.mask_token_id=null", *exact])
+
+
 def test_numbers_and_times_are_read_as_people_write_them(tmp_path: Path) -> None:
     config = load(DEBUG, ["train.learning_rate=1e-3", "launch.time_limit=24:00:00", "export.max_shard_bytes=5_000"])
     assert (config.train.learning_rate, config.launch.time_limit) == (1e-3, "24:00:00")

@@ -21,7 +21,13 @@ from pipeline.operations.report.story import Story
 
 ROOT = Path(__file__).resolve().parents[3]
 DEBUG = str(ROOT / "configs/debug.yaml")
-EAGLE = ("experiment=eagle", "draft.kind=eagle3", "draft.markov=none", "draft.confidence=false")
+EAGLE = (
+    "experiment=eagle",
+    "draft.kind=eagle3",
+    "draft.markov=none",
+    "draft.confidence=false",
+    "draft.mask_token_id=null",
+)
 
 
 def words(work_dir: Path, *overrides: str) -> list[str]:
