@@ -17,27 +17,10 @@ import torch
 
 from pipeline import stopping
 from pipeline.decoding.cache import RaggedCache
+from pipeline.decoding.portions import ROW_TOKENS, WARM_UP, rows_of
 from pipeline.progress import progress
 
-ROW_TOKENS = 8
-WARM_UP = 2
 LOOKUP = "floor: between samples the value of the next smaller one holds"
-
-
-def grid(kind: str, largest: int) -> list[int]:
-    """Batch sizes to measure: every one up to 64, then at most 10 % apart; or the powers of two. Ends at `largest`."""
-    if kind == "powers_of_two":
-        sizes = [1 << power for power in range(largest.bit_length()) if 1 << power <= largest]
-    else:
-        sizes = list(range(1, min(largest, 64) + 1))
-        while sizes[-1] < largest:
-            sizes.append(max(sizes[-1] + 1, int(sizes[-1] * 1.1)))
-    return sorted({*(size for size in sizes if size < largest), largest})
-
-
-def rows_of(tokens: int) -> int:
-    """Rows a measured forward of so many tokens is spread over."""
-    return -(-tokens // ROW_TOKENS)
 
 
 def table(tokens: Sequence[int], speeds: Sequence[float], *, source: str, context_length: int | None) -> dict[str, Any]:

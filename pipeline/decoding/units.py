@@ -20,11 +20,11 @@ from pipeline.decoding import lookup
 from pipeline.decoding.engine import Generation
 from pipeline.decoding.lossless import first_difference
 from pipeline.decoding.playing import Played, Player
+from pipeline.decoding.portions import CHUNK
 from pipeline.decoding.rounds import Clock, Policy
 from pipeline.decoding.teacher_forced import acceptance_sums
 from pipeline.speculative.verify import Law
 
-CHUNK = 32
 TEACHER_FORCED = 8  # prompts of a unit whose first answer is read once more by target and drafter
 
 

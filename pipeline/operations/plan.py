@@ -1,7 +1,9 @@
 """`dspark plan`: what a configuration costs before anything is spent, and which parts exist already.
 
-Reads the configuration, the target's config.json and corpus statistics: the tokens artifact's when it exists, the data
-artifact's row count, or the figures given on the command line. No weights are read.
+Prices the whole chain from the configuration, the target's config.json and corpus statistics (counted in the tokens
+artifact when it exists, else the data artifact's rows or the figures given, times an assumed length). No weights are
+read. `--calibrate` measures this machine for half a minute and predicts CPU-seconds and memory instead of device-hours.
+The formulas stand in `pipeline.operations.costs`.
 """
 
 from __future__ import annotations
@@ -9,127 +11,116 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, read_json
 from pipeline.chain import resolve
 from pipeline.config import Config
+from pipeline.draft.derive import derive_config
 from pipeline.errors import ConfigError
 from pipeline.identity import target_json
+from pipeline.operations.costs import compare
+from pipeline.operations.costs import corpus as corpora
+from pipeline.operations.costs.chain import Cost, Setting, price
+from pipeline.operations.costs.disk import cache_bytes, targets_bytes
+from pipeline.operations.costs.hardware import UTILISATION, Device
+from pipeline.operations.costs.predict import predict
+from pipeline.operations.costs.work import ASSUMED_TAU
 from pipeline.operations.status import describe
 from pipeline.preflight import default_layers
 from pipeline.progress import say
 from pipeline.shards.layout import Spec
-from pipeline.shards.plan import Shape, estimate, hours, show_bytes
+from pipeline.shards.plan import Shape, show_bytes
 
 TAPS = ("bf16", "fp8", "int8", "int4", "int3", "int2")
 LOGITS = ("last_hidden", "topk")
-DEFAULT_TOKENS_PER_ROW, DEFAULT_SUPERVISED = 885, 0.65  # Open-PerfectBlend: 1.24 G tokens in 1.4 M rows
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Rows, tokens and supervised tokens, and where the figures come from."""
-
-    rows: int
-    tokens: int
-    supervised: int
-    source: str
 
 
 def plan(config: Config, arguments: argparse.Namespace) -> None:
-    shape = _shape(config)
     chain, unknown = _chain(config)
-    corpus = _corpus(chain, arguments)
-    spec = _spec(config, shape)
-    tflops = _positive(arguments.device_tflops or "400", "--device-tflops")
-    bytes_total = _bytes(spec, corpus)
-    head = corpus.supervised if config.targets.logits == "topk" else 0
-    passes = _passes(config, corpus)
-    flops = passes * shape.forward_flops(tokens=corpus.tokens, samples=corpus.rows, head_positions=head)
-    on_disk = {"live": 0, "rolling": min(bytes_total, config.targets.max_bytes or 0)}.get(
-        config.targets.mode, bytes_total
+    setting = setting_of(config, chain, arguments)
+    device = Device(
+        _positive(arguments.device_tflops or "400", "--device-tflops") * 1e12,
+        _positive(arguments.device_bandwidth or "2000", "--device-bandwidth") * 1e9,
     )
-    free = shutil.disk_usage(_existing(config.work_dir)).free
-    facts: dict[str, Any] = {
-        "corpus": vars(corpus),
-        "cache_bytes_per_token": bytes_total / corpus.tokens,
-        "cache_bytes": bytes_total,
-        "mode": config.targets.mode,
-        "disk_bytes": on_disk,
-        "target_passes": passes,
-        "target_flops": flops,
-        "device_hours": hours(flops, device_flops=tflops * 1e12),
-        "free_bytes": free,
-        "codecs": [_codec_row(config, shape, corpus, taps, logits) for taps in TAPS for logits in LOGITS],
-        "exists": [describe(artifact) for artifact in chain.values()],
-    }
+    costs = price(setting, device)
+    facts = {**_facts(setting, device, costs), "exists": [describe(artifact) for artifact in chain.values()]}
+    compared = compare.disk(costs, chain)
+    if arguments.calibrate:
+        from pipeline.operations.costs.measure import measure  # imports all that stages compute with
+
+        rates = measure(setting)
+        predicted = predict(setting, rates)
+        compared += compare.usage_of(predicted, chain)
+        facts["calibration"] = {"rates": asdict(rates), "stages": [asdict(one) for one in predicted]}
+    facts["compared"] = [{**asdict(one), "error": one.error} for one in compared]
     if arguments.json:
         say(json.dumps(facts, indent=1), result=True)
         return
-    say(f"corpus: {corpus.rows:,} rows, {corpus.tokens:,} tokens, {corpus.supervised:,} supervised ({corpus.source})")
-    say(f"target cache ({spec.taps} taps x {spec.num_taps}, {spec.logits} logits, {spec.positions} positions): "
-        f"{facts['cache_bytes_per_token']:,.0f} bytes per token, {show_bytes(bytes_total)} in all; "
-        f"mode {config.targets.mode}: {show_bytes(on_disk)} on disk, "
-        f"{show_bytes(free)} free" + ("" if free > on_disk else ": DOES NOT FIT"))  # fmt: skip
-    say(f"target forward ({passes} x the corpus): {flops:.3g} FLOPs, {facts['device_hours']:.2f} device-hours at 40 % "
-        f"of {tflops:g} TFLOP/s")  # fmt: skip
-    say("\nbytes per token and in all, by codec (int3 and int2 are lossy: measure before use)")
-    for row in facts["codecs"]:
-        say(f"  {row['taps']:5s} {row['logits']:12s} {row['bytes_per_token']:10,.0f} {show_bytes(row['bytes']):>10s}")
-    say("\nwhat exists")
-    for item in facts["exists"]:
-        say(f"  {item['stage']:10s} {item['state']:9s} {item['note']}")
-    if unknown:
-        say(f"  unknown: {unknown}")
+    for line in _told(setting, device, costs, facts, unknown):
+        say(line)
 
 
-def _passes(config: Config, corpus: Corpus) -> int:
-    """How often the target reads the corpus: once into a finished cache, else once per epoch of training."""
-    if config.targets.mode == "cached":
-        return 1
-    steps = config.train.steps
-    return config.train.epochs if steps is None else max(1, -(-steps * config.train.global_batch_size // corpus.rows))
+def setting_of(config: Config, chain: dict[str, Artifact], arguments: argparse.Namespace) -> Setting:
+    """Shapes and corpus of a configuration. Raises ConfigError for what cannot be priced."""
+    described = described_target(config)
+    shape = Shape.of(described)
+    layers = config.targets.layers or default_layers(shape.layers)
+    draft = derive_config(described, config.draft, target_layer_ids=layers)
+    found = corpora.find(
+        config, chain,
+        rows=int(_positive(arguments.rows, "--rows")) if arguments.rows else None,
+        tokens_per_row=_positive(arguments.tokens_per_row, "--tokens-per-row") if arguments.tokens_per_row else None,
+        share=_positive(arguments.supervised_share, "--supervised-share") if arguments.supervised_share else None,
+    )  # fmt: skip
+    tau = _positive(arguments.tau, "--tau") if arguments.tau else _measured_tau(chain) or ASSUMED_TAU
+    return Setting(config, shape, draft, spec_of(config, shape), found, tau)
 
 
-def _shape(config: Config) -> Shape:
+def described_target(config: Config) -> dict[str, Any]:
+    """The target's config.json; of a tiny target what it will say (see `pipeline.tiny`)."""
     tiny = config.target.tiny
     if tiny is not None:
-        return Shape(
-            layers=tiny.layers, hidden_size=tiny.hidden_size, vocab_size=tiny.vocabulary, heads=4, kv_heads=2,
-            head_dim=max(tiny.hidden_size // 4, 2), intermediate_size=3 * tiny.hidden_size,
-        )  # fmt: skip
+        return {
+            "num_hidden_layers": tiny.layers, "hidden_size": tiny.hidden_size, "vocab_size": tiny.vocabulary,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": max(tiny.hidden_size // 4, 2),
+            "intermediate_size": 3 * tiny.hidden_size, "hidden_act": "silu", "rope_theta": 1e4,
+        }  # fmt: skip
     described = target_json(config, "config.json")
     if not described:
         raise ConfigError(f"target.model: {config.target.model} has no config.json")
-    return Shape.of(described)
+    return described
 
 
-def _chain(config: Config) -> tuple[dict[str, Artifact], str]:
+def spec_of(config: Config, shape: Shape, **codec: Any) -> Spec:
+    """The cache's format; `codec` replaces fields of it."""
+    layers = config.targets.layers or default_layers(shape.layers)
+    facts: dict[str, Any] = {
+        "taps": config.targets.taps, "logits": config.targets.logits, "topk": config.targets.topk,
+        "positions": config.targets.positions, "num_taps": len(layers), "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size, "channel_rms": config.targets.channel_rms, "dtype": config.targets.dtype,
+    }  # fmt: skip
+    return Spec(**{**facts, **codec})
+
+
+def _chain(config: Config) -> tuple[dict[str, Artifact], list[str]]:
     """The resolved chain; without the target's weights nothing can be said to exist, and why is told instead."""
     try:
-        return resolve(config), ""
+        return resolve(config), []
     except ConfigError as error:
-        return {}, "; ".join(error.problems)
+        return {}, list(error.problems)
 
 
-def _corpus(chain: dict[str, Artifact], arguments: argparse.Namespace) -> Corpus:
-    if "tokens" in chain and chain["tokens"].complete and not arguments.rows:
-        facts = chain["tokens"].manifest()
-        return Corpus(facts["samples"], facts["tokens"], facts["supervised"], "counted in the tokens artifact")
-    rows, source = 0, "given"
-    if arguments.rows:
-        rows = int(_positive(arguments.rows, "--rows"))
-    elif "data" in chain and chain["data"].complete:
-        rows = int(chain["data"].manifest()["rows"]["train"])
-        source = "rows counted in the data artifact, length assumed"
-    else:
-        raise ConfigError("plan: no corpus statistics yet: run the data stage, or give --rows (and --tokens-per-row)")
-    each = _positive(arguments.tokens_per_row or str(DEFAULT_TOKENS_PER_ROW), "--tokens-per-row")
-    share = _positive(arguments.supervised_share or str(DEFAULT_SUPERVISED), "--supervised-share")
-    return Corpus(rows, int(rows * each), int(rows * each * share), source)
+def _measured_tau(chain: dict[str, Artifact]) -> float | None:
+    """The accepted length a finished evaluation of this very chain found, over its prompt sets and temperatures."""
+    if "evaluate" not in chain or not chain["evaluate"].complete:
+        return None
+    records = read_json(chain["evaluate"].path / "report.json")["records"]
+    found = [record["tau"] for record in records if record["drafter"] != "prompt-lookup" and record["tau"]]
+    return sum(found) / len(found) if found else None
 
 
 def _positive(text: str, name: str) -> float:
@@ -142,23 +133,119 @@ def _positive(text: str, name: str) -> float:
     return value
 
 
-def _spec(config: Config, shape: Shape, **codec: Any) -> Spec:
-    layers = config.targets.layers or default_layers(shape.layers)
-    facts: dict[str, Any] = {
-        "taps": config.targets.taps, "logits": config.targets.logits, "topk": config.targets.topk,
-        "positions": config.targets.positions, "num_taps": len(layers), "hidden_size": shape.hidden_size,
-        "vocab_size": shape.vocab_size, "channel_rms": config.targets.channel_rms, "dtype": config.targets.dtype,
-    }  # fmt: skip
-    return Spec(**{**facts, **codec})
+# ------------------------------------------------------------------------------------------------ telling
 
 
-def _bytes(spec: Spec, corpus: Corpus) -> int:
-    return estimate(spec, corpus.rows, corpus.tokens, corpus.supervised)
+def _facts(setting: Setting, device: Device, costs: list[Cost]) -> dict[str, Any]:
+    config, corpus = setting.config, setting.corpus
+    whole = cache_bytes(setting.spec, corpus, config.data.shard_rows)
+    counts = {key: getattr(corpus, key) for key in ("rows", "tokens", "supervised", "source", "longest")}
+    flops = setting.target_flops()
+    return {
+        "corpus": counts,
+        "hardware": vars(device),
+        "tau": setting.tau,
+        "stages": [cost.plain() for cost in costs],
+        "cache_bytes_per_token": whole / corpus.tokens,
+        "cache_bytes": whole,
+        "mode": config.targets.mode,
+        "disk_bytes": targets_bytes(config, setting.spec, corpus),
+        "target_passes": setting.target_passes,
+        "target_flops": flops,
+        "device_hours": device.seconds(flops) / 3600,
+        "free_bytes": shutil.disk_usage(_existing(config.work_dir)).free,
+        "codecs": [_codec_row(setting, taps, logits) for taps in TAPS for logits in LOGITS],
+    }
 
 
-def _codec_row(config: Config, shape: Shape, corpus: Corpus, taps: str, logits: str) -> dict[str, Any]:
-    total = _bytes(_spec(config, shape, taps=taps, logits=logits, channel_rms=False), corpus)
-    return {"taps": taps, "logits": logits, "bytes_per_token": total / corpus.tokens, "bytes": total}
+def _codec_row(setting: Setting, taps: str, logits: str) -> dict[str, Any]:
+    spec = spec_of(setting.config, setting.shape, taps=taps, logits=logits, channel_rms=False)
+    total = cache_bytes(spec, setting.corpus, setting.config.data.shard_rows)
+    return {"taps": taps, "logits": logits, "bytes_per_token": total / setting.corpus.tokens, "bytes": total}
+
+
+def _told(
+    setting: Setting, device: Device, costs: list[Cost], facts: dict[str, Any], unknown: list[str]
+) -> Iterator[str]:
+    corpus, spec = setting.corpus, setting.spec
+    yield (
+        f"corpus: {corpus.rows:,} rows, {corpus.tokens:,} tokens, {corpus.supervised:,} supervised ({corpus.source})"
+    )
+    yield f"drafter: {setting.draft.kind}, tau {setting.tau:.3g} (measured once evaluate is done, else assumed)"
+    yield ""
+    yield from _stage_table(costs)
+    yield (
+        f"  device: {device.flops / 1e12:g} TFLOP/s and {device.bandwidth / 1e9:g} GB/s, {UTILISATION:.0%} of either "
+        "reached; devices by the launch section"
+    )
+    for cost in costs:
+        if cost.memory:
+            parts = ", ".join(f"{what} {show_bytes(size)}" for what, size in cost.memory.items() if size)
+            yield f"  {cost.stage}, memory per rank: {parts}"
+    yield ""
+    free, disk_bytes = facts["free_bytes"], sum(cost.disk_bytes or 0 for cost in costs)
+    whole = show_bytes(facts["cache_bytes"])
+    yield (
+        f"disk: {show_bytes(disk_bytes)} in all, {show_bytes(free)} free"
+        + ("" if free > disk_bytes else ": DOES NOT FIT")
+    )
+    yield (
+        f"target cache ({spec.taps} taps x {spec.num_taps}, {spec.logits} logits, {spec.positions} positions, mode "
+        f"{facts['mode']}): {facts['cache_bytes_per_token']:,.0f} bytes per token, {whole} in all; the target "
+        f"reads the corpus {facts['target_passes']} x"
+    )
+    yield "  bytes per token and in all, by codec (int3 and int2 are lossy: measure before use)"
+    for row in facts["codecs"]:
+        yield f"  {row['taps']:5s} {row['logits']:12s} {row['bytes_per_token']:10,.0f} {show_bytes(row['bytes']):>10s}"
+    if "calibration" in facts:
+        yield ""
+        yield from _calibrated(facts["calibration"])
+    if facts["compared"]:
+        yield ""
+        yield "held against what is finished"
+        for row in facts["compared"]:
+            yield (
+                f"  {row['stage']:10s} {row['what']:17s} {_shown(row['what'], row['predicted']):>10s} planned, "
+                f"{_shown(row['what'], row['actual']):>10s} found ({row['error']:+.1%})"
+            )
+    yield ""
+    yield "what exists"
+    for item in facts["exists"]:
+        yield f"  {item['stage']:10s} {item['state']:9s} {item['note']}"
+    if unknown:
+        yield f"  unknown: {unknown[0]}" + (f" (and {len(unknown) - 1} more reasons)" if len(unknown) > 1 else "")
+
+
+def _stage_table(costs: list[Cost]) -> Iterator[str]:
+    yield (
+        f"  {'stage':10s} {'disk':>10s} {'FLOPs':>9s} {'device-hours':>12s} {'devices':>7s} {'wall hours':>10s} "
+        f"{'memory/rank':>11s}"
+    )
+    for cost in costs:
+        seconds = cost.device_seconds, cost.wall_seconds
+        hours = ["-" if value is None else f"{value / 3600:,.3g}" for value in seconds]
+        memory = show_bytes(cost.memory_bytes) if cost.memory else "-"
+        size = "-" if cost.disk_bytes is None else ("" if cost.exact else "~") + show_bytes(cost.disk_bytes)
+        yield (
+            f"  {cost.stage:10s} {size:>10s} {f'{cost.flops:.3g}' if cost.flops else '-':>9s} {hours[0]:>12s} "
+            f"{cost.devices:7d} {hours[1]:>10s} {memory:>11s}  {cost.note}"
+        ).rstrip()
+    hours_in_all = sum(cost.device_seconds or 0 for cost in costs) / 3600
+    wall = sum(cost.wall_seconds or 0 for cost in costs) / 3600
+    flops, stored = sum(cost.flops for cost in costs), sum(cost.disk_bytes or 0 for cost in costs)
+    yield f"  {'in all':10s} {show_bytes(stored):>10s} {flops:9.3g} {hours_in_all:12,.3g} {'':7s} {wall:10,.3g}"
+
+
+def _calibrated(found: dict[str, Any]) -> Iterator[str]:
+    yield f"this machine, measured in {found['rates']['seconds']:.0f} s: one process, all stages on its CPU threads"
+    yield f"  {'stage':10s} {'CPU-seconds':>11s} {'peak memory':>11s}"
+    for row in found["stages"]:
+        yield f"  {row['stage']:10s} {row['cpu_seconds']:11,.0f} {show_bytes(row['peak_memory_bytes']):>11s}"
+    yield f"  {'in all':10s} {sum(row['cpu_seconds'] for row in found['stages']):11,.0f}"
+
+
+def _shown(what: str, value: float) -> str:
+    return f"{value:,.0f} s" if what == "cpu_seconds" else show_bytes(value)
 
 
 def _existing(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a cache costs before it exists: bytes, target FLOPs, hours. Pure arithmetic, no weights, no torch.
+"""What a cache costs before it exists: bytes and target FLOPs. Pure arithmetic, no weights, no torch.
 
 size = estimate(spec, 1_400_000, 1_240_000_000, 800_000_000)     # samples, tokens, supervised tokens
 Shape.of(config_json).forward_flops(tokens=…, samples=…)
@@ -66,6 +66,7 @@ class Shape:
     experts_per_token: int = 0
     experts: int = 0
     expert_size: int = 0
+    tied: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
@@ -84,12 +85,18 @@ class Shape:
             experts_per_token=int(text.get("num_experts_per_tok") or 0),
             experts=int(text.get("num_experts") or text.get("num_local_experts") or 0),
             expert_size=int(text.get("moe_intermediate_size") or 0),
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Query, key, value and output projections of one layer."""
+        return self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer that a token passes through."""
-        attention = self.hidden_size * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        attention = self.attention_parameters
         if self.experts_per_token:
             return attention + self.hidden_size * (3 * self.expert_size * self.experts_per_token + self.experts)
         return attention + 3 * self.hidden_size * self.intermediate_size
@@ -100,8 +107,3 @@ class Shape:
         attention = 2.0 * self.heads * self.head_dim * mean  # scores and values, half of the square each
         body = tokens * self.layers * (2.0 * self.layer_parameters + attention)
         return body + 2.0 * head_positions * self.hidden_size * self.vocab_size
-
-
-def hours(flops: float, *, device_flops: float, utilisation: float = 0.4) -> float:
-    """Wall hours on one device at a stated share of its peak."""
-    return flops / (device_flops * utilisation) / 3600.0

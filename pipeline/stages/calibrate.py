@@ -16,8 +16,9 @@ from pipeline.corpus.prompts import Prompt, split_prompts
 from pipeline.decoding.calibration import calibrate, join, mean, save_records
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import reliability_plot
+from pipeline.decoding.portions import CHUNK
 from pipeline.decoding.recorded import import_shards
-from pipeline.decoding.units import CHUNK, choose
+from pipeline.decoding.units import choose
 from pipeline.draft.io import TENSORS, read_description
 from pipeline.errors import ConfigError, DataError
 from pipeline.progress import progress, say

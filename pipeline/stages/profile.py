@@ -12,8 +12,9 @@ import torch
 from pipeline.artifact import write_json
 from pipeline.chain import StageContext
 from pipeline.decoding.plots import sps_plot
+from pipeline.decoding.portions import grid
 from pipeline.decoding.served import measure_server
-from pipeline.decoding.sps import grid, measure, synthetic
+from pipeline.decoding.sps import measure, synthetic
 from pipeline.progress import say
 from pipeline.target import Target, pick_device
 

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from pipeline.artifact import read_json
-from pipeline.decoding.sps import grid, rows_of, synthetic
+from pipeline.decoding.portions import grid, rows_of
+from pipeline.decoding.sps import synthetic
 from pipeline.speculative.scheduler import SpsTable
 from pipeline.stages import profile
 from tests.stages.prepared import context_of, prepare

@@ -10,7 +10,10 @@ import pytest
 from pipeline.config import load
 from pipeline.operations.plan import plan
 
-ASKED = argparse.Namespace(rows="1000", tokens_per_row="100", supervised_share="0.5", device_tflops=None, json=True)
+ASKED = argparse.Namespace(
+    rows="1000", tokens_per_row="100", supervised_share="0.5", device_tflops=None, device_bandwidth=None, tau=None,
+    calibrate=False, json=True,
+)  # fmt: skip
 
 
 def facts(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, object]:
@@ -23,8 +26,10 @@ def test_forward_passes_and_disk_by_mode(capsys: pytest.CaptureFixture[str]) -> 
     rolling = facts(
         capsys, "targets.mode=rolling", "targets.max_bytes=5000000", "train.steps=250", "train.global_batch_size=8"
     )
+    streamed = facts(capsys, "targets.mode=streamed", "targets.max_bytes=5000000", "targets.url=http://nowhere")
     live = facts(capsys, "targets.mode=live", "train.steps=null", "train.epochs=3")
     assert (cached["target_passes"], rolling["target_passes"], live["target_passes"]) == (1, 2, 3)
     assert rolling["target_flops"] == 2 * cached["target_flops"]  # type: ignore[operator]
     assert cached["disk_bytes"] == cached["cache_bytes"] == live["cache_bytes"]
     assert (rolling["disk_bytes"], live["disk_bytes"]) == (5_000_000, 0)
+    assert (streamed["target_passes"], streamed["target_flops"], streamed["disk_bytes"]) == (0, 0, 5_000_000)
