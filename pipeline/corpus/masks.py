@@ -50,8 +50,8 @@ def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> 
     """Training rows of a conversation (S29): one per assistant turn, or the last one only.
 
     Reasons of what is left out: no_assistant, given (a turn the target did not produce), template_error,
-    render_mismatch, tool_turn_not_rendered, system_turn_not_rendered, tools_not_rendered, truncated_no_answer,
-    too_few_supervised.
+    render_mismatch, stop_token_in_answer, tool_turn_not_rendered, system_turn_not_rendered, tools_not_rendered,
+    truncated_no_answer, too_few_supervised.
     """
     turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
     rendered = Rendered()
@@ -76,6 +76,9 @@ def _turn(
 ) -> tuple[list[int], list[int]]:
     messages = row.messages[: place + 1]
     answer = find_answer(template, messages, row.tools, cut=cut)
+    if quoted := [token for token in answer.ids[answer.start : answer.stop] if token in template.stop_ids]:
+        # In decoding the text ends at the first of them (S22): nobody generates what follows.
+        raise Skip("stop_token_in_answer", f"the answer's own text holds {template.decode(quoted[:1])!r}")
     mask = [0] * len(answer.ids)
     mask[answer.start : answer.stop] = [1] * (answer.stop - answer.start)
     if template.marks_generation and not cut:
