@@ -39,12 +39,7 @@ def push(
         raise ArtifactError("\n".join(problems))
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise ConfigError(f"{repository}: {error}") from error
     api = HfApi(endpoint=endpoint, token=token)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
@@ -57,6 +52,8 @@ def push(
             commit_message=message,
             ignore_patterns=[".tmp", ".tmp/**"],
         )
+    except HFValidationError as error:
+        raise ConfigError(f"{repository}: {error}") from error
     except HfHubHTTPError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(f"{repository}: the server refused the upload ({reason})") from error
