@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from pipeline.artifact import write_json
+from pipeline.benchmarks import HELDOUT
 from pipeline.chain import resolve
 from pipeline.config import Config
-from pipeline.corpus.prompts import HELDOUT, load_prompts
+from pipeline.corpus.prompts import load_prompts
 from pipeline.decoding import codec_study as study
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import codec_plot
