@@ -237,7 +237,8 @@ def _stage_table(costs: list[Cost]) -> Iterator[str]:
 
 
 def _calibrated(found: dict[str, Any]) -> Iterator[str]:
-    yield f"this machine, measured in {found['rates']['seconds']:.0f} s: one process, all stages on its CPU threads"
+    seconds = found["rates"]["seconds"]
+    yield f"this machine, measured in {seconds:.0f} s: CPU-seconds on however many threads, memory of one process"
     yield f"  {'stage':10s} {'CPU-seconds':>11s} {'peak memory':>11s}"
     for row in found["stages"]:
         yield f"  {row['stage']:10s} {row['cpu_seconds']:11,.0f} {show_bytes(row['peak_memory_bytes']):>11s}"

@@ -2,8 +2,9 @@
 
     rates = measure(setting)           # the target is loaded, forwards and train steps of the configured shapes are run
 
-All times are CPU-seconds of this process, all threads together, under the thread settings a stage would have. On a
-machine that others use as well they rise with cache contention, as a stage's own do.
+All times are CPU-seconds, measured on one thread: the work itself. More threads than idle cores spin at every barrier
+while their partner waits for a core, and on a busy machine that doubles the CPU-seconds of the same work (measured).
+What is left of other people's load is cache contention, which a stage's own run pays as well.
 """
 
 from __future__ import annotations
@@ -66,7 +67,17 @@ def measure(setting: Setting) -> Rates:
     if not any(Path(target_folder(config)).glob("*.safetensors")):
         raise ConfigError(f"plan --calibrate: {target_folder(config)} holds no weights here; fetch the target first")
     say("measuring this machine: target forwards, decoding rounds, train steps")
-    rates = Rates(0.0, torch.get_num_threads(), base, start_cpu, render_per_row=_render(setting))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return replace(_measured(setting, Rates(0.0, base, start_cpu)), seconds=round(time.monotonic() - began, 1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(setting: Setting, rates: Rates) -> Rates:
+    config = setting.config
+    rates = replace(rates, render_per_row=_render(setting))
     drafter = build_drafter(setting.draft, seed=0, token_ids=_words(setting))
     for dtype in sorted(_dtypes(config), reverse=True):  # float32 first: bfloat16 stays for training
         rates.matmul[dtype] = _matmul(setting, dtype)
@@ -78,7 +89,7 @@ def measure(setting: Setting) -> Rates:
                 per_step = _train_piece(setting, artifact, target.frozen)
                 rates = replace(rates, targets_per_token=per_token, train_per_step=per_step)
         del target
-    return replace(rates, seconds=round(time.monotonic() - began, 1))
+    return rates
 
 
 @contextmanager

@@ -39,7 +39,6 @@ class Rates:
     """What was measured. `matmul` is FLOPs per CPU-second by dtype, in products of the target's MLP."""
 
     seconds: float
-    threads: int
     base_bytes: int
     start_cpu_seconds: float
     matmul: dict[str, float] = field(default_factory=dict)

@@ -29,7 +29,7 @@ def setting(*overrides: str) -> Setting:
 
 
 RATES = Rates(
-    seconds=20.0, threads=2, base_bytes=400, start_cpu_seconds=5.0,
+    seconds=20.0, base_bytes=400, start_cpu_seconds=5.0,
     loading={"float32": Loading(cpu_seconds=3.0, kept_bytes=100, peak_bytes=1 << 40)},
     prefill_per_token={"float32": 0.5},
     rounds=dict.fromkeys(("answers, plain", "calibrate, drafted", "evaluate, drafted", "evaluate, plain"),
