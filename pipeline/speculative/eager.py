@@ -62,7 +62,8 @@ def slot_loss_eager(
     l1_S = (p_d_SV - p_t_SV).abs().sum(-1)
     divergence_S = l1_S
     if divergence == "kl":
-        inside_SC = inside_SC / inside_SC.sum(-1, keepdim=True)
+        mass_S1 = inside_SC.sum(-1, keepdim=True)
+        inside_SC = torch.where(mass_S1 > 0, inside_SC / mass_S1, 1 / inside_SC.shape[1])
         divergence_S = F.kl_div(torch.log_softmax(logits_SC, -1), inside_SC, reduction="none").sum(-1)
     loss = (weights.ce_S * ce_S + weights.divergence_S * divergence_S).sum()
     greedy_S = (best_S == p_t_SV.argmax(-1)).to(dtype)

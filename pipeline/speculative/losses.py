@@ -85,7 +85,8 @@ def slot_loss(
     Returns:
         (scalar fp32 loss, statistics). Zero slots give an exact zero that still carries a graph.
     """
-    problem = _Problem(draft_head, target_head, teacher, words, rows_S, labels_S, weights, divergence, chunk)
+    wanted = torch.is_grad_enabled()
+    problem = _Problem(draft_head, target_head, teacher, words, rows_S, labels_S, weights, divergence, chunk, wanted)
     loss, *facts = _SlotLoss.apply(hidden_SD, markov_Sr, w2_Cr, problem)
     return loss, SlotStatistics(*facts)
 
@@ -120,12 +121,14 @@ class _Problem:
     weights: SlotWeights
     divergence: Divergence
     chunk: int
+    gradients: bool  # autograd turns its mode off before a function's forward, so the forward cannot ask
 
 
 class _SlotLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_SD: Tensor, markov_Sr: Tensor | None, w2_Cr: Tensor | None, problem: _Problem) -> Any:
-        sums = _Accumulator(hidden_SD, markov_Sr, w2_Cr, problem, gradients=any(ctx.needs_input_grad))
+        wanted = problem.gradients and any(ctx.needs_input_grad)
+        sums = _Accumulator(hidden_SD, markov_Sr, w2_Cr, problem, gradients=wanted)
         vocabulary = problem.draft_head.weight_VD.shape[0]
         for start, end in chunk_bounds(problem.rows_S, problem.chunk, vocabulary):
             sums.add(start, end)
@@ -186,13 +189,16 @@ class _Accumulator:
         difference_cC = law.subtract_from(p_cC, law_row_c, out=self.buffer("difference", end - start) if kl else z_cC)
         outside_c = self.outside_S[here] = law.outside_P[law_row_c]
         self.l1_S[here] = torch.linalg.vector_norm(difference_cC, ord=1, dim=1) + outside_c
-        self.divergence_S[here] = _kl(p_cC, difference_cC, z_cC, lse_c1, outside_c) if kl else self.l1_S[here]
+        if kl:
+            difference_cC = law.within(p_cC.shape[1]).subtract_from(p_cC, law_row_c, out=difference_cC)
+            self.divergence_S[here] = _kl(p_cC, difference_cC, z_cC, lse_c1)
+        else:
+            self.divergence_S[here] = self.l1_S[here]
         if not self.gradients:
             return
         ce_c, weight_c = problem.weights.ce_S[here], problem.weights.divergence_S[here]
         if kl:
-            ratio_c = weight_c / (1 - outside_c)
-            g_cC = difference_cC.mul_(ratio_c[:, None]).addcmul_(p_cC, (ce_c + weight_c - ratio_c)[:, None])
+            g_cC = difference_cC.mul_(weight_c[:, None]).addcmul_(p_cC, ce_c[:, None])
         else:
             signed_cC = difference_cC.sign_().mul_(p_cC)
             mean_c = signed_cC.sum(1)
@@ -230,9 +236,9 @@ class _Accumulator:
             self.d_hidden_SD[here].mul_(head.scale)  # type: ignore[index]
 
 
-def _kl(p_cC: Tensor, difference_cC: Tensor, z_cC: Tensor, lse_c1: Tensor, outside_c: Tensor) -> Tensor:
-    """KL(p_t || p_d) of a chunk, p_t renormalised over the draft vocabulary (p_d is zero outside it)."""
-    target_cC = (p_cC - difference_cC).clamp_(min=0).div_((1 - outside_c)[:, None])
+def _kl(p_cC: Tensor, difference_cC: Tensor, z_cC: Tensor, lse_c1: Tensor) -> Tensor:
+    """KL(p_t || p_d) of a chunk from p_d - p_t, p_t renormalised over the draft vocabulary (p_d is zero outside it)."""
+    target_cC = (p_cC - difference_cC).clamp_(min=0)
     cross_c = lse_c1.squeeze(1) - torch.linalg.vecdot(target_cC, z_cC)
     own_c: Tensor = torch.xlogy(target_cC, target_cC).sum(1)
     return own_c.add_(cross_c)

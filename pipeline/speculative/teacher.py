@@ -70,15 +70,36 @@ class Law:
     """p_t on P positions over the draft vocabulary: either dense, or `uniform` everywhere but at the kept tokens.
 
     Where a kept token has no draft id, `ids` and `probs` repeat another entry of the same row: writing it twice does no
-    harm. `outside` is p_t's mass outside the draft vocabulary; `best` the draft id of its most likely token, or -1.
+    harm. `inside` is p_t's mass in the draft vocabulary; `best` the draft id of its most likely token, or -1.
     """
 
-    outside_P: Tensor
+    inside_P: Tensor
     best_P: Tensor
     dense_PC: Tensor | None = None
     uniform_P: Tensor | None = None
     ids_Pn: Tensor | None = None
     probs_Pn: Tensor | None = None
+
+    @property
+    def outside_P(self) -> Tensor:
+        """p_t's mass outside the draft vocabulary."""
+        return (1 - self.inside_P).clamp(min=0)
+
+    def within(self, size: int) -> Law:
+        """The law given that the token is one of the draft vocabulary's `size`; overwrites a dense one.
+
+        Its divisor is not 1 - `outside`: a sure target leaves less mass inside than that difference can hold. Where it
+        leaves none at all, the law is uniform.
+        """
+        empty_P1 = (self.inside_P <= 0)[:, None]
+        mass_P1 = self.inside_P[:, None].masked_fill(empty_P1, 1.0)
+        whole_P = torch.ones_like(self.inside_P)
+        if self.dense_PC is not None:
+            return Law(whole_P, self.best_P, self.dense_PC.div_(mass_P1).masked_fill_(empty_P1, 1 / size))
+        assert self.uniform_P is not None and self.probs_Pn is not None
+        uniform_P1 = (self.uniform_P[:, None] / mass_P1).masked_fill_(empty_P1, 1 / size)
+        probs_Pn = (self.probs_Pn / mass_P1).masked_fill_(empty_P1, 1 / size)
+        return Law(whole_P, self.best_P, None, uniform_P1[:, 0], self.ids_Pn, probs_Pn)
 
     def subtract_from(self, p_cC: Tensor, row_c: Tensor, out: Tensor) -> Tensor:
         """out = p - p_t, where slot c of the chunk reads row `row_c`; in the sparse form p_t itself is never built."""
@@ -118,7 +139,7 @@ class TopTeacher:
         ids_Pn = self.ids_Pn[rows_P].long()
         best_P = ids_Pn.gather(1, probs_Pn.argmax(1, keepdim=True)).squeeze(1)
         if words is None:
-            return Law(torch.zeros_like(uniform_P), best_P, None, uniform_P, ids_Pn, probs_Pn)
+            return Law(torch.ones_like(uniform_P), best_P, None, uniform_P, ids_Pn, probs_Pn)
         ids_Pn = words.labels(ids_Pn)
         known_Pn = ids_Pn >= 0
         inside_P = (probs_Pn * known_Pn).sum(1) + uniform_P * (words.size - known_Pn.sum(1))
@@ -127,7 +148,7 @@ class TopTeacher:
         spare_P1 = torch.where(some_P1, probs_Pn.gather(1, first_P1), uniform_P[:, None])
         probs_Pn = torch.where(known_Pn, probs_Pn, spare_P1)
         ids_Pn = torch.where(known_Pn, ids_Pn, ids_Pn.gather(1, first_P1).clamp(min=0))
-        return Law((1 - inside_P).clamp(min=0), words.labels(best_P), None, uniform_P, ids_Pn, probs_Pn)
+        return Law(inside_P, words.labels(best_P), None, uniform_P, ids_Pn, probs_Pn)
 
     def tail_mass(self) -> Tensor:
         """Mass of the tokens that were not kept, [P]: it bounds the error of 1/2 TV."""
@@ -193,9 +214,9 @@ def _dense(logits_PV: Tensor, words: DraftVocabulary | None) -> Law:
     probs_PV = logits_PV.sub_(logits_PV.gather(1, best_P[:, None])).exp_()
     probs_PV.div_(probs_PV.sum(1, keepdim=True))
     if words is None:
-        return Law(torch.zeros_like(probs_PV[:, 0]), best_P, probs_PV)
+        return Law(torch.ones_like(probs_PV[:, 0]), best_P, probs_PV)
     inside_PC = probs_PV.index_select(1, words.ids_C)
-    return Law((1 - inside_PC.sum(1)).clamp(min=0), words.labels(best_P), inside_PC)
+    return Law(inside_PC.sum(1), words.labels(best_P), inside_PC)
 
 
 def head_logits(hidden_ND: Tensor, head: Head, out: Tensor, work: Workspace) -> Tensor:

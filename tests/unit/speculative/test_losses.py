@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.speculative import losses
 from pipeline.speculative.eager import slot_loss_eager, target_probs
 from pipeline.speculative.losses import SlotWeights, chunk_bounds, slot_loss
 from pipeline.speculative.teacher import DraftVocabulary, FullTeacher, Head, HiddenTeacher, TopTeacher
@@ -125,6 +127,38 @@ def test_equals_the_eager_twin_in_fp32(variant: dict[str, Any]) -> None:
     assert distance(*joined) < 1e-5
     for name in ("loss", "ce", "c*"):
         assert distance(found[name], expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("source", ["topk", "full"])
+@pytest.mark.parametrize("left", [1e-6, 1e-9, 0.0])
+def test_kl_holds_where_a_sure_target_leaves_the_draft_vocabulary_next_to_nothing(source: str, left: float) -> None:
+    """S30: fp32 cannot tell 1 - 1e-9 from 1; the law inside D comes from its own mass, uniform where that is zero."""
+    wide = problem(source="full", words=50, divergence="kl")
+    outside = (wide["words"].t2d_V < 0).nonzero().flatten()
+    if source == "topk":
+        top = torch.full((P, 9), -math.inf, dtype=torch.float64)
+        top[:, 0], tail = math.log1p(-left), torch.full((P,), math.log(left) if left else -math.inf).double()
+        wide["teacher"] = TopTeacher(outside[:9].repeat(P, 1), top, tail, V)
+    else:
+        logits_PV = wide["teacher"].logits_PV
+        logits_PV[:, outside[0]] = logits_PV.logsumexp(1) + (math.log(1 / left) if left else 400.0)
+    narrow = {name: cast(value, torch.float32) for name, value in wide.items()}
+    expected = run(slot_loss_eager, narrow if left == 0.0 else wide)
+    for name, value in run(slot_loss, narrow, chunk=17).items():
+        if name.startswith(("loss", "divergence", "d_")):
+            assert distance(value, expected[name]) < 1e-5, name
+
+
+def test_nothing_is_differentiated_where_no_gradient_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation runs under no_grad: W2 is a parameter there too, and its gradient would cost as much as the loss."""
+    monkeypatch.setattr(losses._Accumulator, "spread", None)
+    arguments = problem()
+    arguments["w2_Cr"].requires_grad_()
+    with torch.no_grad():
+        found = slot_loss(**arguments)[0]
+    assert torch.equal(found, slot_loss(**{**arguments, "w2_Cr": arguments["w2_Cr"].detach()})[0])
+    with pytest.raises(TypeError):
+        slot_loss(**arguments)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS[:5], {"softcap": 5.0}], ids=str)
