@@ -205,6 +205,12 @@ def resolve(config: Config) -> dict[str, Artifact]:
     return chain
 
 
+def finished_cache(config: Config) -> Artifact:
+    """The `targets` artifact this configuration would have with `targets.mode: cached`."""
+    targets = config.targets.model_copy(update={"mode": "cached"})
+    return resolve(config.model_copy(update={"targets": targets}))["targets"]
+
+
 def _read(config: Config, section: str) -> Any:
     value = getattr(config, section)
     return result_fields(value) if isinstance(value, Section) else value

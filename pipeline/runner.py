@@ -44,9 +44,19 @@ def run_chain(config: Config, stages: Sequence[str] | None = None, start: Start 
     preflight.check_device(config, [name for name in names if not artifacts[name].complete])
     if "export" in names:
         preflight.check_export(config)
+    if "targets" in names and config.targets.mode == "streamed" and not artifacts["targets"].complete:
+        _check_remote(config)
     for name in names:
         (start or run_stage)(config, name, artifacts)
     return artifacts
+
+
+def _check_remote(config: Config) -> None:
+    """Before hours go into a corpus: is the cache under `targets.url` the one this configuration needs?"""
+    from pipeline.shards.remote import Remote, refuse_another
+
+    remote = Remote(str(config.targets.url))
+    refuse_another(remote.manifest(), chain_table.finished_cache(config), remote.url)
 
 
 def run_stage(config: Config, name: str, artifacts: dict[str, Artifact]) -> None:

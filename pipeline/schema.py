@@ -169,7 +169,9 @@ class Tokens(Section):
 
 
 class Targets(Section):
-    mode: Literal["cached", "live", "rolling"] = result("cached", "cache, run the target beside the drafter, or both")
+    mode: Literal["cached", "live", "rolling", "streamed"] = result(
+        "cached", "build a cache, run the target beside the drafter, both by turns, or read a finished cache from a URL"
+    )
     layers: tuple[int, ...] | None = result(None, "tapped decoder layers; null spreads five over the depth")
     taps: Literal["bf16", "fp8", "int8", "int4", "int3", "int2"] = result("int8", "hidden-state codec")
     channel_rms: bool = result(False, "static per-channel RMS before int4/int3/int2")
@@ -179,12 +181,20 @@ class Targets(Section):
     dtype: Dtype = result("bfloat16", "compute dtype of the target forward")
     max_skip_fraction: Fraction = result(0.01, "the stage fails when a larger share of rows is not finite")
     batch_tokens: Count = execution(8192, "tokens per forward, padding included")
-    max_bytes: Count | None = execution(None, "rolling cache: the disk never holds more")
+    max_bytes: Count | None = execution(None, "rolling and streamed: the disk never holds more")
+    url: str | None = execution(None, "streamed: the finished cache; http(s), gs, hf, a folder, or pipe:COMMAND {}")
 
     @model_validator(mode="after")
-    def _rolling(self) -> Targets:
-        if self.mode == "rolling" and self.max_bytes is None:
-            raise ValueError("targets.mode rolling needs targets.max_bytes")
+    def _modes(self) -> Targets:
+        problems = []
+        if self.mode in ("rolling", "streamed") and self.max_bytes is None:
+            problems.append(f"targets.mode {self.mode} needs targets.max_bytes")
+        if self.mode == "streamed" and self.url is None:
+            problems.append("targets.mode streamed needs targets.url")
+        if self.url is not None and self.url.startswith("pipe:") and "{}" not in self.url:
+            problems.append("targets.url: a pipe: command needs {} in the place of the file's name")
+        if problems:
+            raise ValueError("; ".join(problems))
         if self.channel_rms and self.taps not in ("int4", "int3", "int2"):
             raise ValueError(f"targets.channel_rms has no effect on taps {self.taps}: it goes with int4, int3 and int2")
         return self

@@ -1,4 +1,4 @@
-"""`dspark feed`: build a rolling cache's shards on devices of its own, beside a training run elsewhere.
+"""`dspark feed`: build (or, streamed, fetch) a rolling cache's shards on a machine of its own, beside training.
 
 Start it before `dspark train`: training finds it by its lease and starts no builder itself. It ends when the drafter is
 trained, or when it is stopped; started again, it goes on from the shards on disk.
@@ -7,10 +7,7 @@ trained, or when it is stopped; started again, it goes on from the shards on dis
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
-from pipeline import stopping
-from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext, resolve
 from pipeline.config import Config
 from pipeline.errors import ArtifactError, ConfigError
@@ -23,8 +20,8 @@ from pipeline.training.feeding import LEASE, feed, make_feeder
 
 def run(config: Config, arguments: argparse.Namespace) -> None:
     """Raises ConfigError where the cache does not roll, ArtifactError when its stage has not run or somebody feeds."""
-    if config.targets.mode != "rolling":
-        raise ConfigError(f"feed: targets.mode is {config.targets.mode}; only a rolling cache is fed")
+    if config.targets.mode not in ("rolling", "streamed"):
+        raise ConfigError(f"feed: targets.mode is {config.targets.mode}; only a rolling or streamed cache is fed")
     artifacts = resolve(config)
     if not artifacts["targets"].complete:
         raise ArtifactError("feed: run `dspark targets` first")
@@ -33,9 +30,4 @@ def run(config: Config, arguments: argparse.Namespace) -> None:
     with lease(artifacts["targets"].path / LEASE):
         feeder = make_feeder(context, pick_device())
         say(f"feed: {artifacts['targets'].path}, for {artifacts['train'].path}")
-        feed(feeder, partial(_trained, artifacts["train"]))
-
-
-def _trained(train: Artifact) -> bool:
-    stopping.check()
-    return train.complete
+        feed(feeder, lambda: artifacts["train"].complete)

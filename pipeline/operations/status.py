@@ -13,6 +13,7 @@ from launch import queue
 from pipeline.artifact import Artifact, read_json
 from pipeline.chain import resolve
 from pipeline.config import Config
+from pipeline.differences import differences
 from pipeline.errors import ArtifactError
 from pipeline.progress import duration, say
 from pipeline.trace import FAILED, RUNNING, STOPPED, alive
@@ -126,19 +127,3 @@ def _nearest(artifact: Artifact) -> Iterator[str]:
         if best is None or len(found) < len(best):
             best = [f"{other.parent.name} differs in {item}" for item in found]
     yield from (best or [])[:4]
-
-
-def differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """Dotted names of the fields in which two requests differ, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found: list[str] = []
-        for key in sorted({*old, *new}):
-            inside = key if not where or where == "config" else f"{where}.{key}"
-            found += differences(old.get(key), new.get(key), inside)
-        return found
-    return [] if old == new else [f"{where} ({_short(old)} there, {_short(new)} here)"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,8 +1,8 @@
-"""Builds the shards a rolling cache needs next, and deletes what nobody needs soon, within a budget of bytes.
+"""Orders the shards a rolling cache needs next, and deletes what nobody needs soon, within a budget of bytes.
 
-feeder = Feeder(rows, artifact, target, spec, max_bytes=…, seed=0, validation=held_out)
+feeder = Feeder(rows, artifact, supply, spec, max_bytes=…, seed=0, validation=held_out)
 while training:
-    if not feeder.step():                              # built or deleted one thing, or found nothing to do
+    if not feeder.step():                              # made or deleted one thing, or found nothing to do
         time.sleep(0.2)
 feeder.clear()
 """
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 
-from torch import Tensor
-
 from pipeline.artifact import Artifact
 from pipeline.errors import ConfigError
-from pipeline.shards.builder import Builder, Network, TokenRow
+from pipeline.shards.builder import TokenRow
 from pipeline.shards.layout import Spec, framed, kept_positions, member_bytes, tar_bytes
 from pipeline.shards.plan import show_bytes
 from pipeline.shards.rolling import VALIDATION, Mark, rolling_name, validation_rows
+from pipeline.shards.supply import Supply
 from pipeline.shards.tokenrows import TokenRows
 
 _EPOCHS_AHEAD = 2
@@ -32,23 +31,21 @@ class Feeder:
         self,
         rows: TokenRows,
         artifact: Artifact,
-        target: Network,
+        supply: Supply,
         spec: Spec,
         *,
         max_bytes: int,
-        batch_tokens: int,
         seed: int,
         validation: Callable[[Sequence[str]], Sequence[bool]],
-        channel_rms_LD: Tensor | None = None,
     ) -> None:
         """Raises ConfigError when the budget holds not even the validation rows and one window of shards."""
-        self._rows, self._artifact, self._target, self._spec = rows, artifact, target, spec
-        self._max_bytes, self._batch_tokens, self._seed = max_bytes, batch_tokens, seed
-        self._rms = channel_rms_LD
+        self._rows, self._artifact, self._supply, self._spec = rows, artifact, supply, spec
+        self._max_bytes, self._seed = max_bytes, seed
         self._held = validation_rows(rows.index.ids, validation)
         self._pinned_bytes = self._size([rows.row(number) for number in self._held])
         self._sizes: dict[int, int] = {}
         self._remove_leftovers()
+        self._remove_other_validation()
         self._there = [shard for shard, file in enumerate(rows.files) if artifact.row(rolling_name(file)) is not None]
         largest = sorted((self.size(shard) for shard in range(len(rows.files))), reverse=True)
         needed = self._pinned_bytes + sum(largest[: rows.index.window])
@@ -58,6 +55,8 @@ class Feeder:
                 f"({show_bytes(self._pinned_bytes)}) and {rows.index.window} shards; at least {show_bytes(needed)} are "
                 "needed, or a smaller data.shard_rows"
             )
+        while self._used() > max_bytes:  # what a run with a larger budget left
+            self._delete(self._there[-1])
 
     def size(self, shard: int) -> int:
         """Bytes a shard will take at most, its index row included. Rows left out make it smaller."""
@@ -68,7 +67,7 @@ class Feeder:
     def step(self) -> bool:
         """Do the most urgent thing. False when all that fits is there."""
         if self._held and self._artifact.row(VALIDATION) is None:
-            self._build(VALIDATION, len(self._rows.files), [self._rows.row(number) for number in self._held])
+            self._supply.held(self._held)
             return True
         keep = self._keep()
         missing = next((shard for shard in keep if shard not in self._there), None)
@@ -80,7 +79,7 @@ class Feeder:
                 return False
             self._delete(spare[0])
             return True
-        self._build(rolling_name(self._rows.files[missing]), missing, self._rows.shard(missing))
+        self._supply.shard(missing)
         self._there.append(missing)
         return True
 
@@ -88,8 +87,7 @@ class Feeder:
         """Delete everything that rolled: training is over."""
         for shard in list(self._there):
             self._delete(shard)
-        self._artifact.forget(VALIDATION)
-        (self._artifact.path / VALIDATION).unlink(missing_ok=True)
+        self._remove(VALIDATION)
 
     # -------------------------------------------------------------------------------------------- inside
 
@@ -118,22 +116,25 @@ class Feeder:
     def _used(self) -> int:
         return self._pinned_bytes + sum(self.size(shard) for shard in self._there)
 
-    def _build(self, name: str, shard: int, rows: Sequence[TokenRow]) -> None:
-        with Builder(
-            self._target, self._spec, batch_tokens=self._batch_tokens, channel_rms_LD=self._rms
-        ) as builder:  # fmt: skip
-            builder.build(self._artifact, name, shard=shard, rows=rows)
-
     def _delete(self, shard: int) -> None:
-        name = rolling_name(self._rows.files[shard])
+        self._remove(rolling_name(self._rows.files[shard]))
+        self._there.remove(shard)
+
+    def _remove(self, name: str) -> None:
         self._artifact.forget(name)  # first the row: nobody takes a vanishing file for a finished one
         (self._artifact.path / name).unlink(missing_ok=True)
-        self._there.remove(shard)
 
     def _remove_leftovers(self) -> None:
         """Temporary files of a feeder that was killed count against the budget."""
         for path in (self._artifact.path / "rolling" / ".tmp").glob("*"):
             path.unlink()
+
+    def _remove_other_validation(self) -> None:
+        """A run that holds out other rows of this cache may have been stopped or killed."""
+        row = self._artifact.row(VALIDATION) or {}
+        ids = dict(zip(*(row.get("index", {}).get(name, ()) for name in ("row", "id")), strict=True))
+        if ids != {place: self._rows.index.ids[number] for place, number in enumerate(self._held)}:
+            self._remove(VALIDATION)
 
     def _size(self, rows: Sequence[TokenRow]) -> int:
         members = index = 0

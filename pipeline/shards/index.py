@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,20 +89,29 @@ class Index:
 
 
 def index_tokens(
-    folder: Path, files: Sequence[str], read: Callable[[Path], Iterable[Any]], *, window: int = WINDOW
+    folder: Path,
+    files: Sequence[str],
+    read: Callable[[Path], Iterable[Any]],
+    *,
+    window: int = WINDOW,
+    left_out: Mapping[str, Sequence[int]] | None = None,
 ) -> Index:
-    """The index a cache of these token shards would have, without offsets: what live and rolling targets go by."""
+    """The index a cache of these token shards would have, without offsets: what live and rolling targets go by.
+
+    `left_out`: file -> rows the cache is known not to hold.
+    """
     columns = []
     for file in files:
-        rows = list(read(folder / file))
+        absent = set((left_out or {}).get(file, ()))
+        rows = [(number, row) for number, row in enumerate(read(folder / file)) if number not in absent]
         zeros = [0] * len(rows)
         facts = {
-            "row": list(range(len(rows))),
+            "row": [number for number, _ in rows],
             "offset": zeros,
             "bytes": zeros,
-            "tokens": [len(row.ids) for row in rows],
-            "supervised": [int(np.count_nonzero(row.mask)) for row in rows],
-            "id": [row.id for row in rows],
+            "tokens": [len(row.ids) for _, row in rows],
+            "supervised": [int(np.count_nonzero(row.mask)) for _, row in rows],
+            "id": [row.id for _, row in rows],
         }
         columns.append((file, facts))
     return Index.of(columns, window=window)

@@ -1,7 +1,7 @@
-"""A cache that never holds more than a budget: shards are built just ahead of training and deleted behind it.
+"""A cache that never holds more than a budget: shards come just ahead of training and are deleted behind it.
 
     reader = RollingReader(tokens, artifact, spec, …)      # in every training rank: waits for the shards it needs
-    feeder = Feeder(rows, artifact, target, spec, …)       # in one process: see pipeline.shards.feeder
+    feeder = Feeder(rows, artifact, supply, spec, …)       # in one process: see pipeline.shards.feeder
 
 Ranks say where they are (`marks/<rank>.json`: the window of the epoch's shard order they read, and the shards they wait
 for); the feeder keeps what the marks ask for next and deletes the rest. Marks only steer: a shard that was deleted too
@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -104,9 +104,10 @@ class RollingReader(TokenRows):
         world: int = 1,
         alive: Callable[[], None] = lambda: None,
         channel_rms_LD: Tensor | None = None,
+        left_out: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """`validation` tells from the ids which rows are held out: they lie in a tar that stays."""
-        super().__init__(tokens, read, window=WINDOW)
+        super().__init__(tokens, read, window=WINDOW, left_out=left_out)
         self.spec, self.summary, self.channel_rms_LD = spec, summary, channel_rms_LD
         held = validation_rows(self.index.ids, validation)
         self.validation = {number: place for place, number in enumerate(held)}

@@ -1,7 +1,6 @@
 """Reads a target artifact in one pass from URLs, through webdataset, where files cannot be opened at random.
 
-    stream = ShardStream("https://store/targets/3f2a…")     # what webdataset opens: http(s), gs, hf, a folder,
-                                                            # or "pipe:aws s3 cp s3://bucket/targets/3f2a…/{} -"
+    stream = ShardStream.open("https://store/targets/3f2a…")       # see `pipeline.shards.remote` for other URLs
     for number, encoded in stream.samples(seed=0, epoch=3, start=cursor):
         sample = encoded.decode(stream.spec, stream.channel_rms_LD)
 
@@ -10,21 +9,19 @@ inside a shard samples come as they lie in the tar (batches of similar length, s
 cursor is one integer here too; whole shards before it are not fetched. Accounts are kept as by `ShardReader`: a shard
 that yields another number of samples, other bytes (SHA-256 of the stream) or a malformed member ends the pass with an
 error that names it. webdataset alone reads a cut tar as a shorter one, without a word.
+
+Training does not read the stream itself: `pipeline.shards.supply` copies its shards into a cache that rolls.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
-from webdataset.gopen import gopen
 from webdataset.tariterators import tar_file_iterator
 
 from pipeline.errors import ArtifactError
@@ -32,33 +29,34 @@ from pipeline.shards.calibration import RMS_FILE
 from pipeline.shards.layout import Spec
 from pipeline.shards.reader import summary_problems
 from pipeline.shards.record import Encoded, unpack
-
-_BLOCK = 1 << 20
+from pipeline.shards.remote import BLOCK, Remote
+from pipeline.shards.writer import row_of
 
 
 class ShardStream:
-    """Sequential access to a finished `targets` artifact under a URL or folder.
+    """Sequential access to the shards of a finished `targets` artifact under a URL or folder.
 
-    Raises ArtifactError when the manifest cannot be fetched or describes something this reader does not know.
+    `shards` are the facts of its manifest: file, samples, bytes, sha256.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        try:
-            manifest = json.loads(self._fetch("manifest.json"))
-            summary = manifest["targets"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(
-                f"{self._where('manifest.json')}: not the manifest of target shards ({error!r})"
-            ) from error
+    def __init__(
+        self, remote: Remote, spec: Spec, shards: Sequence[dict[str, Any]], channel_rms_LD: Tensor | None = None
+    ) -> None:
+        self.remote, self.spec, self.shards, self.channel_rms_LD = remote, spec, shards, channel_rms_LD
+
+    @classmethod
+    def open(cls, url: str) -> ShardStream:
+        """Raises ArtifactError when the manifest cannot be fetched or describes something this reader does not know."""
+        remote = Remote(url)
+        manifest = remote.manifest()
+        summary = manifest.get("targets")
+        if not isinstance(summary, dict):
+            raise ArtifactError(f"{remote.where('manifest.json')}: not the manifest of target shards")
         if problems := summary_problems(summary):
-            raise ArtifactError("\n".join(f"{self.url}: {problem}" for problem in problems))
-        self.summary: dict[str, Any] = summary
-        self.spec = Spec.of(summary)
-        self.shards: list[dict[str, Any]] = manifest["shards"]
-        self.channel_rms_LD: Tensor | None = None
-        if self.spec.channel_rms:
-            self.channel_rms_LD = load_safetensors(self._fetch(RMS_FILE))["channel_rms"]
+            raise ArtifactError("\n".join(f"{remote.url}: {problem}" for problem in problems))
+        spec = Spec.of(summary)
+        rms_LD = load_safetensors(remote.fetch(RMS_FILE))["channel_rms"] if spec.channel_rms else None
+        return cls(remote, spec, manifest["shards"], rms_LD)
 
     def __len__(self) -> int:
         return sum(int(fact["samples"]) for fact in self.shards)
@@ -71,82 +69,38 @@ class ShardStream:
         """(position in the epoch, row as stored) from position `start` to the end of the epoch."""
         position = 0
         for shard in self.shard_order(seed, epoch):
-            fact = self.shards[shard]
-            if position + fact["samples"] <= start:
-                position += int(fact["samples"])
+            if position + self.shards[shard]["samples"] <= start:
+                position += int(self.shards[shard]["samples"])
                 continue
-            for data in self._members(fact):
+            for _, encoded in self.rows(int(shard)):
                 if position >= start:
-                    yield position, unpack(data, self.spec, where=f"{self._where(fact['file'])}, sample {position}")
+                    yield position, encoded
                 position += 1
 
-    def _members(self, fact: dict[str, Any]) -> Iterator[bytearray]:
-        """Members of one shard as bytes; afterwards the account of the shard is settled."""
-        where = self._where(fact["file"])
-        stream = _Hashing(_open(self._where(fact["file"])))
-        count = 0
-        try:
-            for item in tar_file_iterator(stream):
-                count += 1
-                yield bytearray(item["data"])
-            while stream.read(_BLOCK):  # what follows the last member
-                pass
-        except GeneratorExit:
-            raise
-        except ArtifactError:
-            raise
-        except Exception as error:  # noqa: BLE001 - tar, pipe and network failures all mean: this shard did not arrive
-            raise ArtifactError(f"{where}: broken after {count} of {fact['samples']} samples ({error})") from error
-        finally:
-            stream.close()
+    def rows(self, shard: int) -> Iterator[tuple[int, Encoded]]:
+        """(row of the token shard, row as stored) of one shard, as they lie in the tar.
+
+        What was yielded counts once the iterator has ended: its account is settled last. Raises NotArrived when the
+        transfer failed, ArtifactError when what arrived is not the shard of the manifest.
+        """
+        fact = self.shards[shard]
+        where, count = self.remote.where(fact["file"]), 0
+        with self.remote.open(fact["file"]) as stream:
+            try:
+                for item in tar_file_iterator(stream):
+                    member = f"{where}, member {count}"
+                    row = row_of(item["fname"], where=member)
+                    yield row, unpack(bytearray(item["data"]), self.spec, where=member)
+                    count += 1
+                while stream.read(BLOCK):  # what follows the last member
+                    pass
+            except ArtifactError:
+                raise
+            except Exception as error:  # noqa: BLE001 - tarfile raises what it likes about bytes that are no tar
+                raise ArtifactError(f"{where}: broken after {count} of {fact['samples']} samples ({error})") from error
         if count != fact["samples"]:
             raise ArtifactError(
                 f"{where}: {count} samples arrived, the manifest counts {fact['samples']}: cut or changed"
             )
-        if stream.bytes != fact["bytes"] or stream.hash.hexdigest() != fact["sha256"]:
+        if stream.bytes != fact["bytes"] or stream.sha256 != fact["sha256"]:
             raise ArtifactError(f"{where}: {stream.bytes} bytes arrived that do not hash to the manifest's SHA-256")
-
-    def _fetch(self, name: str) -> bytes:
-        stream = _open(self._where(name))
-        try:
-            return bytes(stream.read())
-        except Exception as error:  # noqa: BLE001
-            raise ArtifactError(f"{self._where(name)}: cannot be fetched ({error})") from error
-        finally:
-            _close(stream)
-
-    def _where(self, name: str) -> str:
-        """URL of a file of the artifact; `{}` in ours marks the place of its name."""
-        return self.url.replace("{}", name) if "{}" in self.url else f"{self.url}/{name}"
-
-
-def _open(url: str) -> Any:
-    try:
-        return gopen(url if urlsplit(url).scheme else f"file:{url}")
-    except Exception as error:  # noqa: BLE001 - gopen raises as each transport likes
-        raise ArtifactError(f"{url}: cannot be opened ({error})") from error
-
-
-def _close(stream: Any) -> None:
-    try:
-        stream.close()
-    except OSError:
-        pass
-
-
-class _Hashing:
-    """A stream that counts and hashes what passes."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.hash = hashlib.sha256()
-        self.bytes = 0
-
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._stream.read(size)
-        self.hash.update(data)
-        self.bytes += len(data)
-        return data
-
-    def close(self) -> None:
-        _close(self._stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +22,23 @@ ReadShard = Callable[[Path], Iterable[TokenRow]]
 
 
 class TokenRows:
-    """Rows of a finished `tokens` artifact. `read` gives those of one shard (`pipeline.corpus.tokens.read_tokens`)."""
+    """Rows of a finished `tokens` artifact. `read` gives those of one shard (`pipeline.corpus.tokens.read_tokens`).
 
-    def __init__(self, tokens: Artifact, read: ReadShard, *, window: int = WINDOW) -> None:
+    Rows in `left_out` (file -> rows) have no number: a cache elsewhere is known not to hold them.
+    """
+
+    def __init__(
+        self,
+        tokens: Artifact,
+        read: ReadShard,
+        *,
+        window: int = WINDOW,
+        left_out: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         tokens.check_sizes()
         self._tokens, self._read = tokens, read
         self.files = tuple(str(fact["file"]) for fact in tokens.manifest()["shards"])
-        self.index: Index = index_tokens(tokens.path, self.files, read, window=window)
+        self.index: Index = index_tokens(tokens.path, self.files, read, window=window, left_out=left_out)
         self._shards: OrderedDict[int, list[TokenRow]] = OrderedDict()
         self._lock = threading.Lock()
 

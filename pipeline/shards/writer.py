@@ -11,8 +11,10 @@ counts exactly when the shard does.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +23,7 @@ import numpy as np
 from torch import Tensor
 from webdataset import TarWriter
 
+from pipeline.errors import ArtifactError
 from pipeline.shards.layout import TAR_BLOCK, Spec, framed
 from pipeline.shards.record import pack
 
@@ -31,6 +34,14 @@ COLUMNS = ("row", "offset", "bytes", "head", "crc", "tokens", "supervised", "id"
 def key_of(shard: int, row: int) -> str:
     """The sample's key: no dots, no slashes, sortable."""
     return f"{shard:05d}-{row:06d}"
+
+
+def row_of(member: str, *, where: str) -> int:
+    """The row of the token shard a member's name stands for. Raises ArtifactError for a name that is not ours."""
+    found = re.fullmatch(rf"\d{{5,}}-(\d{{6,}}){re.escape(SUFFIX)}", member)
+    if found is None:
+        raise ArtifactError(f"{where}: {member!r} is not a sample of target shards")
+    return int(found[1])
 
 
 class ShardWriter:
@@ -55,7 +66,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            with nullcontext() if kind is None else suppress(OSError):  # closed at last, or its finaliser would write
                 self._tar.close()
         finally:
             self._file.close()

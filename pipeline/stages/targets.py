@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline import stopping
 from pipeline.artifact import Artifact
-from pipeline.chain import StageContext, share
+from pipeline.chain import StageContext, finished_cache, share
 from pipeline.corpus.tokens import read_tokens
 from pipeline.decoding.plots import codec_error_plot
 from pipeline.errors import DataError
@@ -26,6 +26,8 @@ from pipeline.shards.builder import Builder
 from pipeline.shards.calibration import RMS_FILE, codec_errors, shared_channel_rms
 from pipeline.shards.layout import CONVENTION, Spec
 from pipeline.shards.plan import estimate, refuse_without_space, show_bytes
+from pipeline.shards.remote import Remote
+from pipeline.shards.streamed import declare
 from pipeline.target import Target, default_layers, pick_device, text_config
 
 
@@ -39,8 +41,9 @@ def run(context: StageContext) -> None:
     sources = [str(fact["file"]) for fact in tokens.manifest()["shards"]]
     names = [shard_name(source) for source in sources]
     layers, spec = describe(context)
-    if context.config.targets.mode == "rolling":
-        _declare_rolling(context, layers, spec)
+    if context.config.targets.mode in ("rolling", "streamed"):
+        if rank() == 0:
+            (_declare_rolling if context.config.targets.mode == "rolling" else _declare_streamed)(context, layers, spec)
         return
     together = context.config.target.tensor_parallel
     mine = artifact.missing(names if together else share(names))
@@ -84,8 +87,6 @@ def describe(context: StageContext) -> tuple[tuple[int, ...], Spec]:
 def _declare_rolling(context: StageContext, layers: Sequence[int], spec: Spec) -> None:
     """A rolling cache has no shards of its own: they come and go beside training (or from `dspark feed`)."""
     artifact, tokens = context.artifact, context.inputs["tokens"]
-    if rank() > 0:
-        return
     if spec.channel_rms:
         _rms(context, _load(context, layers), spec)
     files = [RMS_FILE] if spec.channel_rms else []
@@ -93,6 +94,23 @@ def _declare_rolling(context: StageContext, layers: Sequence[int], spec: Spec) -
         [], files, mode="rolling", targets=_summary(layers, spec), template=tokens.manifest().get("template")
     )
     say(f"targets: rolling, at most {show_bytes(context.config.targets.max_bytes or 0)} beside training")
+
+
+def _declare_streamed(context: StageContext, layers: Sequence[int], spec: Spec) -> None:
+    """A finished cache elsewhere: checked and pinned here, its shards come and go beside training."""
+    artifact, tokens, settings = context.artifact, context.inputs["tokens"], context.config.targets
+    manifest = tokens.manifest()
+    made = declare(
+        artifact,
+        Remote(str(settings.url)),
+        finished_cache(context.config),
+        rows={fact["file"]: fact["samples"] for fact in manifest["shards"]},
+        tokens=sum(int((tokens.row(fact["file"]) or {})["tokens"]) for fact in manifest["shards"]),
+        summary=_summary(layers, spec),
+        template=manifest.get("template"),
+    )
+    samples = sum(fact["samples"] for fact in made["remote"])
+    say(f"targets: {samples} rows at {settings.url}, at most {show_bytes(settings.max_bytes or 0)} here at a time")
 
 
 def _build(context: StageContext, layers: Sequence[int], spec: Spec, work: Sequence[tuple[int, str]]) -> None:

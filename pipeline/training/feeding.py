@@ -1,4 +1,4 @@
-"""The builder of a rolling cache beside training: a thread of rank 0, or `dspark feed` on other devices.
+"""Whoever fills a rolling or streamed cache beside training: a thread of rank 0, or `dspark feed` elsewhere.
 
 feeding = Feeding.beside(context, device)              # rank 0; does nothing where another process feeds already
 feeding.alive()                                        # raises when shards can no longer be expected
@@ -24,7 +24,10 @@ from pipeline.shards.feeder import Feeder
 from pipeline.shards.layout import Spec
 from pipeline.shards.plan import show_bytes
 from pipeline.shards.reader import load_rms
+from pipeline.shards.remote import Remote
 from pipeline.shards.rolling import WINDOW
+from pipeline.shards.stream import ShardStream
+from pipeline.shards.supply import Computed, Copied, Supply
 from pipeline.shards.tokenrows import TokenRows
 from pipeline.target import Target
 from pipeline.training.batches import held_out
@@ -49,27 +52,42 @@ def load_target(context: StageContext, layers: Sequence[int], device: torch.devi
 
 
 def make_feeder(context: StageContext, device: torch.device) -> Feeder:
-    """Loads the target. Raises ConfigError when `targets.max_bytes` is too small."""
-    artifact, config = context.chain["targets"], context.config
-    summary = artifact.manifest()["targets"]
-    spec = Spec.of(summary)
-    assert config.targets.max_bytes is not None
+    """Loads the target where it computes the shards. Raises ConfigError when `targets.max_bytes` is too small."""
+    artifact, settings = context.chain["targets"], context.config.targets
+    manifest = artifact.manifest()
+    spec = Spec.of(manifest["targets"])
+    rows = TokenRows(context.chain["tokens"], read_tokens, window=WINDOW, left_out=manifest.get("left_out"))
+    supply: Supply
+    if settings.mode == "streamed":
+        supply = Copied(rows, artifact, ShardStream(Remote(str(settings.url)), spec, manifest["remote"]))
+    else:
+        supply = Computed(
+            rows,
+            artifact,
+            load_target(context, manifest["targets"]["layers"], device),
+            spec,
+            batch_tokens=settings.batch_tokens,
+            channel_rms_LD=load_rms(artifact.path, spec),
+        )
+    assert settings.max_bytes is not None
     return Feeder(
-        TokenRows(context.chain["tokens"], read_tokens, window=WINDOW),
+        rows,
         artifact,
-        load_target(context, summary["layers"], device),
+        supply,
         spec,
-        max_bytes=config.targets.max_bytes,
-        batch_tokens=config.targets.batch_tokens,
-        seed=config.seed,
+        max_bytes=settings.max_bytes,
+        seed=context.config.seed,
         validation=validation_of(context),
-        channel_rms_LD=load_rms(artifact.path, spec),
     )
 
 
 def feed(feeder: Feeder, done: Callable[[], bool]) -> None:
-    """Keep the cache ahead of training until `done`, then delete what rolled."""
+    """Keep the cache ahead of training until `done`, then delete what rolled. After a stop it stays for the next start.
+
+    Raises Stopped.
+    """
     while not done():
+        stopping.check()
         if not feeder.step():
             time.sleep(_IDLE_SECONDS)
     feeder.clear()
@@ -96,7 +114,7 @@ class Feeding:
         try:
             held.enter_context(lease(made._path))
         except ArtifactError:
-            say("train: another process feeds the rolling cache")
+            say("train: another process feeds the cache")
             return made
         try:
             feeder = make_feeder(context, device)
@@ -104,7 +122,8 @@ class Feeding:
             held.close()
             raise
         limit = show_bytes(context.config.targets.max_bytes or 0)
-        say(f"train: building target shards beside training, at most {limit} on disk")
+        does = "fetching" if context.config.targets.mode == "streamed" else "building"
+        say(f"train: {does} target shards beside training, at most {limit} on disk")
         made.thread = threading.Thread(target=made._run, args=(feeder, held), name="feeder", daemon=True)
         made.thread.start()
         return made
@@ -112,7 +131,7 @@ class Feeding:
     def _run(self, feeder: Feeder, held: contextlib.ExitStack) -> None:
         try:
             with held:
-                feed(feeder, lambda: self._train.complete or stopping.requested() is not None)
+                feed(feeder, lambda: self._train.complete)
         except BaseException as error:  # noqa: BLE001 - told to the ranks that wait, by `alive`
             self._error = error
 
@@ -126,4 +145,4 @@ class Feeding:
             if time.time() - self._path.stat().st_mtime < STALE_SECONDS:
                 self._seen = now
         if now - self._seen > 2 * STALE_SECONDS:
-            raise ArtifactError(f"{self._path}: no sign of life from the process that builds target shards")
+            raise ArtifactError(f"{self._path}: no sign of life from the process that feeds target shards")

@@ -1,9 +1,10 @@
-"""Where training rows come from: a finished cache, a rolling one, or the frozen target beside the drafter.
+"""Where training rows come from: a finished cache, one that rolls, or the frozen target beside the drafter.
 
     reader = open_source(context, device)                  # offers index, spec, summary, encoded, batch
 
 All give the same row for the same number; `targets.mode: live` stores nothing and pays a target forward per row and
-epoch, `rolling` pays the same in another thread or process, through a cache of `targets.max_bytes`.
+epoch, `rolling` pays the same in another thread or process, through a cache of `targets.max_bytes`; `streamed` fills
+such a cache from a finished one under a URL, without a target.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def open_source(context: StageContext, device: torch.device) -> Source:
     mode = context.config.targets.mode
     if mode == "cached":
         return ShardReader.open(context.inputs["targets"])
-    if context.config.target.tensor_parallel:
+    if mode != "streamed" and context.config.target.tensor_parallel:
         raise ConfigError(
             f"targets.mode: {mode} runs the target over one rank's rows; target.tensor_parallel cannot serve it: "
             "use a cache"
@@ -68,7 +69,8 @@ def _live(context: StageContext, device: torch.device) -> LiveReader:
 
 def _rolling(context: StageContext, device: torch.device) -> RollingReader:
     artifact = context.inputs["targets"]
-    summary = artifact.manifest()["targets"]
+    manifest = artifact.manifest()
+    summary = manifest["targets"]
     spec = Spec.of(summary)
     feeding = Feeding.beside(context, device) if rank() == 0 else Feeding(context)
     return RollingReader(
@@ -83,4 +85,5 @@ def _rolling(context: StageContext, device: torch.device) -> RollingReader:
         world=int(os.environ.get("WORLD_SIZE", "1")),
         alive=feeding.alive,
         channel_rms_LD=load_rms(artifact.path, spec),
+        left_out=manifest.get("left_out"),
     )

@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.operations import feed
 from pipeline.runner import run_stage
 from pipeline.shards.feeder import Feeder
+from pipeline.shards.supply import Computed
 from tests.stages.token_rows import prepare
 
 RECIPE = (
@@ -57,19 +58,19 @@ def test_a_small_budget_changes_no_loss_and_is_kept(
     run_stage(config, "targets", artifacts)
     folder = artifacts["targets"].path
     most, built = [], []
-    step, build = Feeder.step, Feeder._build
+    step, build = Feeder.step, Computed._build
 
     def watched(self: Feeder) -> bool:
         worked = step(self)
         most.append(sum(path.stat().st_size for path in (folder / "rolling").rglob("*.tar")))
         return worked
 
-    def counted(self: Feeder, name: str, *rest: Any) -> None:
+    def counted(self: Computed, name: str, *rest: Any) -> None:
         built.append(name)
         build(self, name, *rest)
 
     monkeypatch.setattr(Feeder, "step", watched)
-    monkeypatch.setattr(Feeder, "_build", counted)
+    monkeypatch.setattr(Computed, "_build", counted)
     other = threading.Thread(target=feed.run, args=(config, argparse.Namespace()))
     if elsewhere:
         other.start()

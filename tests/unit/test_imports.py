@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen", "shards",
         "corpus", "tracking",
     },
-    "runner": {"tracking", "tiny"},
+    "runner": {"tracking", "tiny", "shards"},
     "operations": {
         "runner", "tiny", "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen",
         "shards", "corpus", "tracking", "launch",

@@ -15,9 +15,9 @@ from typing import Any
 from pipeline.artifact import Artifact, read_json
 from pipeline.decoding.markdown import number, tau_text
 from pipeline.decoding.plots import acceptance_plot, tau_plot
+from pipeline.differences import differences
 from pipeline.operations.report.page import Figure, Note, Table
 from pipeline.operations.report.story import Parts, Story
-from pipeline.operations.status import differences
 
 # Settings of `evaluate` that change what accepted length means, beside prompt sets and temperatures.
 _DECODING = ("num_prompts", "max_new_tokens", "top_p", "top_k", "policy", "policy_length", "policy_threshold", "dtype")

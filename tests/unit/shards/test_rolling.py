@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.shards.feeder import Feeder
 from pipeline.shards.reader import ShardReader
 from pipeline.shards.rolling import Mark, RollingReader
+from pipeline.shards.supply import Computed
 from pipeline.shards.tokenrows import TokenRows
 from tests.unit.shards.cache import Row, ToyTarget, artifact_of, build, rows_of, spec_of
 
@@ -28,8 +30,11 @@ def read(path: Path) -> Iterable[Row]:
     return rows_of(ROWS, seed=int(path.read_text()))
 
 
-def held(ids: Sequence[str]) -> list[bool]:
-    return [name.endswith(".5") for name in ids]
+def _ends_with(ids: Sequence[str], *, ending: str) -> list[bool]:
+    return [name.endswith(ending) for name in ids]
+
+
+held = partial(_ends_with, ending=".5")
 
 
 @pytest.fixture
@@ -45,16 +50,16 @@ def tokens(tmp_path: Path) -> Artifact:
     return artifact
 
 
-def reader_of(tokens: Artifact, artifact: Artifact, **options: Any) -> RollingReader:
+def reader_of(tokens: Artifact, artifact: Artifact, *, held: Any = held, **options: Any) -> RollingReader:
     return RollingReader(
         tokens, artifact, SPEC, read=read, summary={}, validation=held, seed=3, **options
     )  # fmt: skip
 
 
-def feeder_of(tokens: Artifact, artifact: Artifact, max_bytes: int, *, target: Any = None) -> Feeder:
+def feeder_of(tokens: Artifact, artifact: Artifact, max_bytes: int, *, target: Any = None, held: Any = held) -> Feeder:
     rows = TokenRows(tokens, read, window=4)
-    options: dict[str, Any] = {"batch_tokens": 256, "seed": 3, "validation": held}
-    return Feeder(rows, artifact, target or ToyTarget(), SPEC, max_bytes=max_bytes, **options)
+    supply = Computed(rows, artifact, target or ToyTarget(), SPEC, batch_tokens=256)
+    return Feeder(rows, artifact, supply, SPEC, max_bytes=max_bytes, seed=3, validation=held)
 
 
 def budget(tokens: Artifact, artifact: Artifact, shards: int) -> int:
@@ -181,6 +186,24 @@ def test_a_feeder_that_was_killed_is_replaced(tokens: Artifact, tmp_path: Path) 
     assert not list((artifact.path / "rolling").glob("*.tar"))
 
 
+def test_another_runs_validation_rows_are_not_taken_for_ours(tokens: Artifact, tmp_path: Path) -> None:
+    """A killed run left them; this one holds out other rows of the same cache."""
+    artifact = artifact_of(tmp_path, SPEC, tag="rolling")
+    limit = 10**9
+    assert feeder_of(tokens, artifact, limit).step()
+    held_here = partial(_ends_with, ending=".4")
+    reader = reader_of(tokens, artifact, held=held_here)
+    with feeding(feeder_of(tokens, artifact, limit, held=held_here), artifact.path):
+        for number in list(reader.validation)[:3]:
+            (sample,) = reader.batch([number])
+            assert sample.id == reader.index.ids[number] and sample.id.endswith(".4")
+    kept = artifact.path / "rolling" / "validation.tar"
+    before = kept.stat().st_mtime_ns
+    with feeding(feeder_of(tokens, artifact, limit, held=held_here), artifact.path):
+        reader.batch(list(reader.validation)[:1])
+    assert kept.stat().st_mtime_ns == before, "the same run's stay"
+
+
 def test_waiting_ranks_learn_that_the_feeder_is_gone(tokens: Artifact, tmp_path: Path) -> None:
     artifact = artifact_of(tmp_path, SPEC, tag="rolling")
 
@@ -190,6 +213,17 @@ def test_waiting_ranks_learn_that_the_feeder_is_gone(tokens: Artifact, tmp_path:
     with pytest.raises(DataError, match="the feeder ended"):
         reader_of(tokens, artifact, alive=gone).batch([0])
     assert Mark.read(artifact.path / "marks")[0].waits == ()
+
+
+def test_a_smaller_budget_is_kept_from_the_start(tokens: Artifact, tmp_path: Path) -> None:
+    """Shards a run with more room left are too many now."""
+    artifact = artifact_of(tmp_path, SPEC, tag="rolling")
+    roomy = feeder_of(tokens, artifact, 10**9)
+    while roomy.step():
+        pass
+    limit = budget(tokens, artifact, 4)
+    feeder_of(tokens, artifact, limit)
+    assert 0 < bytes_below(artifact.path / "rolling") <= limit
 
 
 def test_a_budget_below_one_window_is_refused(tokens: Artifact, tmp_path: Path) -> None:
