@@ -291,6 +291,31 @@ def test_tensor_parallel_ranks_agree_with_one(built: Artifact, work_dir: Path) -
         assert torch.allclose(ours[sample.id].taps_TLD, sample.taps_TLD, rtol=2.0**-7, atol=1e-5)
 
 
+def stopped_on_one_rank(work_dir: str) -> str:
+    """Rank 1 alone is asked to stop, after its first shard."""
+    build = builder.Builder.build
+
+    def asked(self: builder.Builder, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        if os.environ["RANK"] == "1":
+            stopping.request("test")
+
+    builder.Builder.build = asked  # type: ignore[method-assign]
+    try:
+        return stage_on_ranks(work_dir, "target.tensor_parallel=true")
+    except Stopped as stop:
+        return str(stop)
+
+
+@pytest.mark.case("CAB-08")
+def test_tensor_parallel_ranks_stop_together(work_dir: Path) -> None:
+    """One that left alone would leave the other in a forward that never ends."""
+    prepare(work_dir)
+    reasons = run_ranks(stopped_on_one_rank, 2, str(work_dir), needs=NEEDS)
+    assert reasons == ["another rank was asked to stop", "test"]
+    assert chain_table.resolve(prepare(work_dir))["targets"].missing(NAMES) == NAMES[1:]
+
+
 def test_a_device_map_agrees_with_one_device(built: Artifact, work_dir: Path) -> None:
     assert hashes(run(work_dir, "target.device_map=cpu")) == hashes(built)
 
