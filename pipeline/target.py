@@ -153,8 +153,11 @@ class Target:
 
         `mask` None suits whole rows padded on the right (a causal row never sees what follows it, and attention stays
         on its fast path). A 2-D bool mask [B, T] marks real tokens (left padding: positions are counted from it); a 4-D
-        mask or a dict of them by layer type is passed on as it is, as is `cache` (a transformers Cache). Rows that
-        start again at position 0 in `positions_BT`, without mask or cache, are documents packed side by side.
+        bool mask [B, 1, T, N], or a dict of them by layer type, marks what each token sees. `cache` (a transformers
+        Cache) is passed on. Rows that start again at position 0 in `positions_BT`, without mask or cache, are documents
+        packed side by side.
+
+        Raises ConfigError for a 4-D mask under an attention implementation that reads none.
         """
         if positions_BT is None and isinstance(mask, Tensor) and mask.dim() == 2:
             positions_BT = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -ids_BT.shape[1] :]
@@ -162,7 +165,7 @@ class Target:
         try:
             out = self.decoder(
                 input_ids=ids_BT,
-                attention_mask=mask,
+                attention_mask=self._readable(mask),
                 position_ids=positions_BT,
                 use_cache=cache is not None,
                 **arguments,
@@ -173,6 +176,20 @@ class Target:
             self._taps.clear()
         empty = last.new_empty(*last.shape[:2], 0, last.shape[2])
         return TargetOutput(torch.stack(taps, dim=2) if taps else empty, last)
+
+    def _readable(self, mask: Any) -> Any:
+        """`mask` as the attention implementation reads it: eager adds a 4-D mask to the scores, so True would be 1."""
+        if isinstance(mask, dict):
+            return {kind: self._readable(one) for kind, one in mask.items()}
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.dtype != torch.bool:
+            return mask
+        implementation = str(self.config._attn_implementation)
+        if "flash" in implementation:
+            raise ConfigError(f"target.attention: {implementation} cannot decode rows of different lengths; use auto")
+        if implementation != "eager":
+            return mask
+        dtype = self.frozen.embed_VD.dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
     @torch.no_grad()
     def check(self) -> None:

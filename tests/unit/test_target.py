@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pipeline.decoding.engine import decode
 from pipeline.errors import ConfigError
 from pipeline.target import Target, check_layers, default_layers, load_frozen
 
@@ -154,17 +155,30 @@ def test_a_cache_and_a_mask_by_layer_type_are_passed_on(saved: tuple[Path, Any])
     distance = positions[0][:, None] - torch.arange(14)[None]
     full = (distance >= 0)[None, None].expand(2, 1, 5, 14)
     types = set(getattr(target.config, "layer_types", None) or [])
-    eager = target.config._attn_implementation == "eager"
-
-    def shaped(mask: Tensor) -> Tensor:
-        return torch.where(mask, 0.0, torch.finfo(torch.float32).min) if eager else mask
-
-    masks: Any = shaped(full)
+    masks: Any = full
     if "sliding_attention" in types and window:
-        masks = {"full_attention": shaped(full), "sliding_attention": shaped(full & (distance < window))}
+        masks = {"full_attention": full, "sliding_attention": full & (distance < window)}
     rest = target.forward(ids(2)[:, 9:], positions_BT=positions, mask=masks, cache=cache)
     close(rest.taps_BTLD, whole.taps_BTLD[:, 9:])
     close(rest.last_hidden_BTD, whole.last_hidden_BTD[:, 9:])
+
+
+@pytest.mark.parametrize("saved", ["qwen3", "gemma2"], indirect=True)
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+def test_decoding_draws_the_targets_own_tokens_under_any_attention(saved: tuple[Path, Any], attention: str) -> None:
+    """The engine's masks are boolean; eager attention adds masks to scores. Gemma 2 has no other implementation."""
+    target = Target.load(str(saved[0]), layers=LAYERS, attention=attention)
+    prompts = [[7, 41, 12], [5, 300, 99, 8, 31]]
+    made = decode(
+        target, prompts, temperature=0.0, max_new_tokens=12, stop_ids=(), batch_size=2, seeds=[0, 1]
+    )  # fmt: skip
+    for prompt, generation in zip(prompts, made, strict=True):
+        with torch.no_grad():
+            logits = saved[1](torch.tensor([prompt + generation.ids])).logits[0, len(prompt) - 1 : -1]
+        assert torch.equal(logits.argmax(-1), torch.tensor(generation.ids))
+    target.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match=r"target\.attention: flash_attention_2 cannot decode"):
+        target.forward(ids(1, 2), mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
