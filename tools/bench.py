@@ -37,6 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error(f"--repeats: at least 1, found {options.repeats}")
+    if options.device not in ("cpu", "cuda") or (options.device == "cuda" and not torch.cuda.is_available()):
+        parser.error(f"--device: {options.device} is not available here")
     bench = Bench(torch.device(options.device), options.repeats)
     records = quick(bench) if options.quick else full(bench)
     report = {
@@ -93,7 +97,7 @@ class Bench:
         return self._record("step", shape, found, floor, case)
 
     def loss(self, shape: Shape, *, repeats: int | None = None) -> dict[str, Any]:
-        """The loss alone, forward and backward."""
+        """Loss and heads alone, forward and backward."""
         case = make(shape, self.device)
         return self._record("loss", shape, self._compare(*case.losses(), repeats), None, case)
 

@@ -80,27 +80,27 @@ class Case:
         return loss.detach()
 
     def losses(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """The loss alone, forward and backward, on states already computed: (ours, the reference's)."""
-        with torch.no_grad(), torch.autocast(self._device, torch.bfloat16, enabled=self.shape.dtype == torch.bfloat16):
-            output = self.ours.drafter(self.batch.context, self.batch.anchors, self.frozen.embed_VD)
-            states = bench_baseline.backbone(self.reference, self.dense, self.frozen.embed_VD)
+        """Loss and heads, forward and backward, on states already computed: (ours, the reference's)."""
+        drafter, batch = self.ours.drafter, self.batch
+        with torch.no_grad(), self._autocast():
+            ours_AKD = drafter.backbone(batch.context, batch.anchors, self.frozen.embed_VD)
+            reference_AKD = bench_baseline.backbone(self.reference, self.dense, self.frozen.embed_VD)
 
         def ours() -> None:
-            leaf = output.hidden_AKD.detach().requires_grad_()
-            made = type(output)(leaf, output.markov_AKr, output.confidence_AK)
-            self.ours.loss(made, self.batch, self.frozen, self.scale, self.scale)[0].backward()  # type: ignore[no-untyped-call]
+            with self._autocast():
+                output = drafter.read_heads(ours_AKD.detach().requires_grad_(), batch.anchors)
+            self.ours.loss(output, batch, self.frozen, self.scale, self.scale)[0].backward()  # type: ignore[no-untyped-call]
 
         def reference() -> None:
-            leaf = states.detach().requires_grad_()
-            with torch.autocast(self._device, torch.bfloat16, enabled=self.shape.dtype == torch.bfloat16):
+            leaf = reference_AKD.detach().requires_grad_()
+            with self._autocast():
                 loss = bench_baseline.loss(self.reference, self.dense, self.frozen, self.terms, leaf)
             loss.backward()  # type: ignore[no-untyped-call]
 
         return ours, reference
 
-    @property
-    def _device(self) -> str:
-        return self.batch.slots_S.device.type
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.batch.slots_S.device.type, torch.bfloat16, self.shape.dtype == torch.bfloat16)
 
     def flops(self) -> float:
         """Multiply-adds times two that our step cannot avoid: forward and backward of every matrix product."""

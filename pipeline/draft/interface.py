@@ -149,11 +149,15 @@ class Drafter(nn.Module):
         `detach_confidence` cuts the confidence head's features off the graph (S12).
         """
         hidden = self.backbone(context, anchors, embed_VD)
+        return self.read_heads(hidden, anchors, detach_confidence=detach_confidence)
+
+    def read_heads(self, hidden_AKD: Tensor, anchors: Anchors, *, detach_confidence: bool = False) -> DraftOutput:
+        """Training outputs on given states of the backbone."""
         head, previous, markov = self.markov_head, None, None
         if head is not None:
-            previous = head.embed(anchors.previous_AK, hidden)
-            markov = head(previous, hidden)
-        return DraftOutput(hidden, markov, self._confidence(hidden, previous, detach=detach_confidence))
+            previous = head.embed(anchors.previous_AK, hidden_AKD)
+            markov = head(previous, hidden_AKD)
+        return DraftOutput(hidden_AKD, markov, self._confidence(hidden_AKD, previous, detach=detach_confidence))
 
     def backbone(self, context: Context, anchors: Anchors, embed_VD: Tensor) -> Tensor:
         """States [A, K, D] after the draft's final norm."""

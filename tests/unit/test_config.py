@@ -158,6 +158,16 @@ def test_settings_of_another_drafter_are_refused_together(kind: str) -> None:
     load(DEBUG, [f"draft.kind={kind}", "draft.markov=none", "draft.mask_token_id=null", *exact])
 
 
+@pytest.mark.parametrize("kind", ["mtp", "medusa"])
+@pytest.mark.parametrize(
+    ("logits", "positions"), [("last_hidden", "supervised"), ("topk", "all"), ("full", "all"), ("topk", "supervised")]
+)
+def test_drafters_of_the_last_hidden_state_need_it_exact_and_everywhere(kind: str, logits: str, positions: str) -> None:
+    cache = [f"targets.logits={logits}", f"targets.positions={positions}"]
+    (problem,) = problems(f"draft.kind={kind}", "draft.markov=none", "draft.mask_token_id=null", *cache)
+    assert "set targets.logits: last_hidden and targets.positions: all" in problem
+
+
 def test_numbers_and_times_are_read_as_people_write_them(tmp_path: Path) -> None:
     config = load(DEBUG, ["train.learning_rate=1e-3", "launch.time_limit=24:00:00", "export.max_shard_bytes=5_000"])
     assert (config.train.learning_rate, config.launch.time_limit) == (1e-3, "24:00:00")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,23 @@ def attend(w: W, layer: str, x: Tensor, position: int, seen: list[tuple[Tensor, 
 def mlp(w: W, layer: str, x: Tensor) -> Tensor:
     gate, up, down = (w[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
     return down @ (F.silu(gate @ x) * (up @ x))
+
+
+ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: max(x, 0.0),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_is_its_formula(activation: str) -> None:
+    layer: Any = member("dspark", activation=activation).layers[0]
+    x = torch.randn(32, generator=torch.Generator().manual_seed(4))
+    gate = [ACTIVATIONS[activation](value) for value in (layer.mlp.gate_proj.weight @ x).tolist()]
+    expected = layer.mlp.down_proj.weight @ (torch.tensor(gate) * (layer.mlp.up_proj.weight @ x))
+    torch.testing.assert_close(layer.mlp(x), expected, rtol=1e-5, atol=1e-6)
 
 
 def weights_of(drafter: Drafter) -> W:
