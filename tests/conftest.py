@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work directory of an uninterrupted debug run, tracked in its own MLflow store; for tests that only read it."""
+    """The work directory of an uninterrupted debug run, tracked in its own store; for tests that only read it."""
     from tests.stages import whole_chain
 
     work_dir = tmp_path_factory.mktemp("finished") / "work"

@@ -9,6 +9,7 @@ What is left of other people's load is cache contention, which a stage's own run
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import tempfile
 import time
@@ -57,12 +58,15 @@ _FORWARD_TOKENS = 1536  # of the targets piece
 _ROUNDS, _STEPS = 3, 12
 _WARM_STEPS = 3
 _TRAIN_SECONDS = 10.0  # no more train steps after this long
+LIBRARIES = ("accelerate", "matplotlib.pyplot", "mlflow")  # what a run has loaded besides: part of every peak
 _FEWER = 4  # a second batch size: a quarter of the first
 
 
 def measure(setting: Setting) -> Rates:
     """Raises ConfigError when the target is not on this machine; what is measured is told while it runs."""
     began, config = time.monotonic(), setting.config
+    for library in LIBRARIES:
+        importlib.import_module(library)
     start_cpu, base = usage.cpu_seconds(), usage.resident_bytes()
     if not any(Path(target_folder(config)).glob("*.safetensors")):
         raise ConfigError(f"plan --calibrate: {target_folder(config)} holds no weights here; fetch the target first")
