@@ -56,6 +56,7 @@ def test_a_drafter_started_from_the_target_drafts_as_it_was_trained(name: str) -
     recipe = Recipe(K, 99, "generated", 0, position_weights(K, 4.0), target.vocab_size)
     batch = pack([plan_row("a", ids_T, mask_T, recipe, 0)], [sample], recipe)
     frozen = frozen_tensors(target.frozen, None)
+    torch.testing.assert_close(frozen.embed_VD, target.frozen.embed(torch.arange(target.vocab_size)))
     law = batch.teacher.law(torch.arange(len(ids_T)), None, torch.float32, frozen.head, Workspace(ids_T.device))
     with torch.no_grad():
         torch.testing.assert_close(law.dense_PC, model(ids_T[None]).logits[0].softmax(-1), rtol=1e-3, atol=1e-6)
