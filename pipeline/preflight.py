@@ -1,6 +1,7 @@
 """Checks that need the target's description but not its weights: run before anything slow, all problems at once.
 
-Reads config.json, generation_config.json, tokenizer.json and tokenizer_config.json as plain data. Imports no torch.
+Reads config.json, generation_config.json, tokenizer.json and tokenizer_config.json as plain data. Imports no torch, so
+what a drafter can be built from stands here a second time (`ACTIVATIONS`, `ROPE_TYPES`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from pipeline.errors import ConfigError
 from pipeline.identity import target_json
 
 NEEDS_MASK_TOKEN = ("dspark", "dflash")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError naming every setting the target cannot serve (S4 layer ids, S6 mask token, S30 vocabulary)."""
+    """Raises ConfigError naming all the target cannot serve: layers (S4), mask token (S6), vocabulary (S30), shape."""
     if config.target.tiny is not None:
         tiny = config.target.tiny
         facts = TargetFacts(
@@ -27,12 +30,14 @@ def check(config: Config) -> None:
             tokenizer=tiny.vocabulary - TINY_SPARE_ROWS,
             special={},
             ends={},
+            text={},
         )
     else:
         facts = TargetFacts.read(config)
     if config.train.published is not None:
         return  # the checkpoint says what the drafter is; `draft` and `targets` have no part in it
     problems = [*_layers(config, facts), *_mask_token(config, facts), *_vocabulary(config, facts)]
+    problems += [*_shape(config, facts.text), *_start(config, facts.text)]
     if problems:
         raise ConfigError(problems)
 
@@ -82,13 +87,21 @@ class TargetFacts:
     """What the checks need to know. Token tables map id -> what it is."""
 
     def __init__(
-        self, *, num_layers: int, rows: int, tokenizer: int | None, special: dict[int, str], ends: dict[int, str]
+        self,
+        *,
+        num_layers: int,
+        rows: int,
+        tokenizer: int | None,
+        special: dict[int, str],
+        ends: dict[int, str],
+        text: Mapping[str, Any],
     ) -> None:
         self.num_layers = num_layers  # decoder layers
         self.rows = rows  # rows of the embedding
         self.tokenizer = tokenizer  # tokens the tokenizer knows; None when it cannot be told
         self.special = special  # added special tokens
         self.ends = ends  # pad, eos, end-of-turn
+        self.text = text  # the language model's part of config.json; empty for a tiny target
 
     @classmethod
     def read(cls, config: Config) -> TargetFacts:
@@ -115,8 +128,9 @@ class TargetFacts:
             if value in by_text:
                 ends.setdefault(by_text[value], name)
         return cls(
-            num_layers=num_layers, rows=rows, tokenizer=max(tokens) + 1 if tokens else None, special=special, ends=ends
-        )
+            num_layers=num_layers, rows=rows, tokenizer=max(tokens) + 1 if tokens else None, special=special, ends=ends,
+            text=text,
+        )  # fmt: skip
 
 
 def _ids(value: Any) -> list[int]:
@@ -230,3 +244,57 @@ def _vocabulary(config: Config, facts: TargetFacts) -> list[str]:
     if size is not None and size > facts.rows:
         return [f"draft.vocabulary: {size} is larger than the target's vocabulary of {facts.rows}"]
     return []
+
+
+# ------------------------------------------------------------------------------------------------ the drafter's shape
+
+
+def _shape(config: Config, text: Mapping[str, Any]) -> list[str]:
+    """Activation, rotary parameters and head counts, which the drafter takes from the target unless they are set."""
+    draft, problems = config.draft, []
+    activation, kind = _activation(text), _rope_type(text)
+    if draft.activation is None and activation is not None and activation not in ACTIVATIONS:
+        problems.append(f"draft.activation: the target's {activation} is not known here; choose one")
+    if kind not in ROPE_TYPES:
+        problems.append(f"target.model: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    there = text.get("num_attention_heads")
+    heads = draft.heads or there
+    kv_heads = draft.kv_heads or text.get("num_key_value_heads") or there
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        problems.append(f"draft.heads: {heads} is not a multiple of the {kv_heads} key/value heads (draft.kv_heads)")
+    return problems
+
+
+def _start(config: Config, text: Mapping[str, Any]) -> list[str]:
+    """Settings that do not go with layers copied from the target."""
+    draft = config.draft
+    if draft.init != "target_layers":
+        return []
+    if draft.kind == "medusa":
+        return ["draft.init: target_layers: kind medusa has no layers to copy into; set draft.init: random"]
+    heads = text.get("num_attention_heads")
+    there = {
+        "intermediate_size": text.get("intermediate_size"),
+        "heads": heads,
+        "kv_heads": text.get("num_key_value_heads") or heads,
+        "activation": _activation(text),
+    }
+    if any("experts" in name for name in text):
+        del there["intermediate_size"]  # the MLP starts at random
+    return [
+        f"draft.{name}: {own} with draft.init: target_layers, whose layers have {value}; leave it out"
+        for name, value in there.items()
+        if value is not None and (own := getattr(draft, name)) is not None and own != value
+    ]
+
+
+def _activation(text: Mapping[str, Any]) -> str | None:
+    found = text.get("hidden_activation") or text.get("hidden_act")
+    found = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}.get(str(found), found)
+    return None if found is None else str(found)
+
+
+def _rope_type(text: Mapping[str, Any]) -> str:
+    given = dict(text.get("rope_parameters") or {})
+    given = {**dict(text.get("rope_scaling") or {}), **dict(given.get("full_attention", given))}
+    return str(given.get("rope_type") or given.get("type") or "default")

@@ -10,15 +10,16 @@ import pytest
 
 from pipeline import preflight
 from pipeline.config import Config, validate
+from pipeline.draft import config as draft_config
+from pipeline.draft import rope
 from pipeline.errors import ConfigError
 
 
-def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30) -> Path:
+def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30, **model: Any) -> Path:
     """A target's description: no weights at all."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(
-        json.dumps({"num_hidden_layers": layers, "vocab_size": rows, "eos_token_id": 3, "pad_token_id": 1})
-    )
+    described = {"num_hidden_layers": layers, "vocab_size": rows, "eos_token_id": 3, "pad_token_id": 1, **model}
+    (folder / "config.json").write_text(json.dumps(described))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     vocab = {f"t{index}": index for index in range(tokens)}
     added = [{"id": index, "content": f"t{index}", "special": True} for index in range(8)]
@@ -111,3 +112,52 @@ def test_s6_a_mask_token_the_corpus_contains_is_refused(tmp_path: Path) -> None:
     preflight.refuse_mask_token_in_corpus(made, {"2": 40})
     with pytest.raises(ConfigError, match="occurs 3 times"):
         preflight.refuse_mask_token_in_corpus(made, {"6": 3})
+
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_act": "gelu_new",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ({"intermediate_size": 40}, "draft.intermediate_size: 40 with draft.init: target_layers, whose layers have 96"),
+        ({"heads": 8}, "draft.heads: 8 with draft.init: target_layers, whose layers have 4"),
+        ({"kv_heads": 1}, "draft.kv_heads: 1 with draft.init: target_layers, whose layers have 2"),
+        ({"activation": "relu"}, "draft.activation: relu with draft.init: target_layers, whose layers have gelu_p"),
+        ({"kind": "medusa", "markov": "none", "mask_token_id": None}, "kind medusa has no layers to copy into"),
+    ],
+)
+def test_sizes_that_do_not_go_with_copied_layers_are_refused(tmp_path: Path, draft: dict[str, Any], why: str) -> None:
+    """Before the targets are computed: the train stage, which copies the layers, comes after them."""
+    folder, targets = target(tmp_path / "t", **SIZES), {"logits": "last_hidden", "positions": "all"}
+    assert why in refused(config(folder, init="target_layers", targets=targets, **draft))
+    preflight.check(config(folder, init="random", targets=targets, **draft))
+
+
+def test_what_copied_layers_have_anyway_and_the_mlp_beside_experts_may_be_set(tmp_path: Path) -> None:
+    same = {"intermediate_size": 96, "heads": 4, "kv_heads": 2, "activation": "gelu_pytorch_tanh"}
+    preflight.check(config(target(tmp_path / "t", **SIZES), init="target_layers", **same))
+    preflight.check(config(target(tmp_path / "t", **SIZES, num_experts=8), init="target_layers", intermediate_size=40))
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "why"),
+    [
+        ({"hidden_act": "xielu"}, {}, "the target's xielu is not known here"),
+        ({"rope_scaling": {"type": "longrope"}}, {}, "rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, {}, "rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, {}, "rope_type 'dynamic'"),
+        ({}, {"heads": 3}, "draft.heads: 3 is not a multiple of the 2 key/value heads"),
+    ],
+)
+def test_a_drafter_that_cannot_be_built_is_refused(
+    tmp_path: Path, model: dict[str, Any], draft: dict[str, Any], why: str
+) -> None:
+    assert why in refused(config(target(tmp_path / "t", **{**SIZES, **model}), **draft))
+
+
+def test_what_is_known_here_is_what_a_drafter_can_be_built_from() -> None:
+    assert preflight.ACTIVATIONS == draft_config.ACTIVATIONS and preflight.ROPE_TYPES == rope.ROPE_TYPES
