@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import Proof
-from tests.distributed.training import STEPS, steps
+from tests.distributed.training import CLIP, STEPS, steps
 from tests.ranks import run_ranks
 from tests.unit.training.world import DRAFT
 
@@ -34,7 +34,11 @@ def close(lines: list[dict[str, float]], expected: list[dict[str, float]], toler
 @pytest.mark.case("DST-01")
 @pytest.mark.parametrize(("engine", "world"), ENGINES)
 def test_every_engine_gives_the_losses_of_one_rank(engine: str, world: int, alone, tmp_path: Path) -> None:
-    """Contract 4: 12 steps with uneven splits, losses, gradient norms and learning rates to 1e-4, weights too."""
+    """Contract 4: 12 steps with uneven splits, losses, gradient norms and learning rates to 1e-4, weights too.
+
+    Every gradient is clipped: once, the sum over micro-batches and ranks.
+    """
+    assert min(line["grad_norm"] for line in alone[0]) > CLIP
     results = run_ranks(steps, world, engine, str(tmp_path), STEPS, needs=NEEDS)
     for lines, _ in results:
         close(lines, alone[0], 1e-4)

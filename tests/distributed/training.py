@@ -21,6 +21,7 @@ from tests.distributed import hooks
 from tests.unit.training.world import World, world
 
 STEPS = 12
+CLIP = 0.3  # below every step's norm, so that clipping acts
 
 
 def prepare(ranks: Ranks, made: World, folder: Path) -> tuple[Engine, Recorder, int]:
@@ -51,7 +52,7 @@ def steps(
     argument) before the first step and after every step.
     """
     stopping.install()
-    made = world(dtype=dtype, engine=engine, rows=22, batch=5, learning_rate=0.02, **options)
+    made = world(dtype=dtype, engine=engine, rows=22, batch=5, learning_rate=0.02, max_grad_norm=CLIP, **options)
     lines: list[dict[str, float]] = []
     with started(made.train) as ranks:
         prepared, recorder, start = prepare(ranks, made, Path(folder))
