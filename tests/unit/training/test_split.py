@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pipeline.training.loader import feed
 from pipeline.training.metrics import Sums, report
-from tests.unit.training.world import world
+from tests.unit.training.world import DRAFT, world
 
 
 def one_step(dtype: torch.dtype, *, ranks: int, budget: int, **options: Any) -> tuple[dict[str, float], Tensor]:
@@ -35,19 +36,23 @@ def one_step(dtype: torch.dtype, *, ranks: int, budget: int, **options: Any) -> 
     return report(total, made.terms), gradient
 
 
-SPLITS = [(1, 60), (2, 60), (2, 10_000), (1, 1), (4, 1), (5, 100)]
+# (ranks, tokens a micro-batch may hold) for 8 rows: 1 holds one row, so 8x1, 2x4 and 1x8 are among them.
+SPLITS = [(1, 1), (2, 1), (8, 1), (4, 1), (1, 60), (2, 60), (2, 10_000), (5, 100)]
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"words": 30, "source": "topk"},
     {"words": 30, "ce_label": "argmax", "bare": (2,)},
-    {"divergence": "kl"},
+    {"divergence": "kl", "words": 30},
+    {"draft": replace(DRAFT, markov="rnn")},
+    {"draft": replace(DRAFT, kind="eagle3", markov="none", markov_rank=0, mask_token_id=None)},
+    {"draft": replace(DRAFT, kind="medusa", markov="none", markov_rank=0, mask_token_id=None)},
 ]
 
 
 @pytest.mark.case("NUM-02")
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=range(len(VARIANTS)))
 def test_any_split_gives_the_same_step_in_fp64(variant: dict[str, Any]) -> None:
-    """Rows packed into one micro-batch, or one row each, on 1 to 5 ranks: 1e-10."""
+    """Rows packed into one micro-batch, or one row each, on 1 to 8 ranks: 1e-10."""
     numbers, gradient = one_step(torch.float64, ranks=1, budget=10_000, **variant)
     for ranks, budget in SPLITS:
         other, found = one_step(torch.float64, ranks=ranks, budget=budget, **variant)
