@@ -24,6 +24,7 @@ KINDS = {
     "medusa": {"kind": "medusa", "markov": "none", "mask_token_id": None, "confidence": False},
     "draft vocabulary": {"markov_rank": 4, "vocabulary": 15},
     "no taps": {"markov_rank": 4, "taps": False},
+    "one slot": {"markov_rank": 4, "block_size": 1},
 }
 
 

@@ -24,7 +24,8 @@ TARGET: dict[str, Any] = {
 def draft_of(kind: str, **changes: Any) -> DraftConfig:
     markov = {"markov": "none"} if kind != "dspark" else {"markov_rank": 8}
     layers = 1 if kind in ("eagle3", "mtp") else 3
-    section = Draft(**{"kind": kind, "mask_token_id": 299, "layers": layers, **markov, **changes})
+    mask_token_id = 299 if kind in ("dspark", "dflash") else None
+    section = Draft(**{"kind": kind, "mask_token_id": mask_token_id, "layers": layers, **markov, **changes})
     return derive_config(TARGET, section, target_layer_ids=(1, 3, 5))
 
 
