@@ -46,7 +46,8 @@ def run(context: StageContext) -> None:
     mine = artifact.missing(list(units) if config.target.tensor_parallel else share(list(units)))
     if mine:
         player = Player.load(config, context.target_path, dtype=config.calibrate.dtype, drafter=folder)
-        with progress(sum(len(units[name][1]) for name in mine), what="calibrate", unit="prompts") as bar:
+        total = sum(len(prompt.turns) for name in mine for prompt in units[name][1])
+        with progress(total, what="calibrate", unit="answers") as bar:
             for name in mine:
                 temperature, chunk = units[name]
                 with artifact.shard(name) as shard:
