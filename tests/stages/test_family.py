@@ -66,7 +66,8 @@ def test_the_family_on_one_cache(proof, tmp_path):
             requests.add((row["temperature"], row["num_requests"]))
             low, high = row["tau_interval"]
             curve = " ".join("-" if chance is None else f"{chance:.2f}" for chance in row["conditional_acceptance"])
-            proof.note(f"{name}, T = {row['temperature']:g}", f"tau {row['tau']:.2f} [{low:.2f}, {high:.2f}]; {curve}")
+            what = name if row["drafter"] != "prompt-lookup" else f"prompt lookup on the outputs of {name}"
+            proof.note(f"{what}, T = {row['temperature']:g}", f"tau {row['tau']:.2f} [{low:.2f}, {high:.2f}]; {curve}")
             if row["drafter"] != "prompt-lookup":
                 assert 1.0 <= low <= row["tau"] <= high
                 assert not row.get("lossless", {}).get("faults")  # compared with plain decoding where that ran
