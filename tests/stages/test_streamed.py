@@ -92,11 +92,11 @@ def test_losses_are_those_of_a_rolling_cache_and_the_budget_is_kept(
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     rolled: list[dict[str, Any]], store: Store, work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped inside an epoch, twice in a row, and after the epoch's end; what was fetched stays for the next start."""
+    """Stopped inside an epoch, twice, and in the next one (of 13 steps); what was fetched stays for the next start."""
     config = streamed(work_dir, store)
     run_stage(config, "targets", resolve(config))
     monkeypatch.setattr(stopping._State, "reason", None)
-    stepped, stops = Recorder.stepped, [8, 7, 1]
+    stepped, stops = Recorder.stepped, [15, 7, 1]
 
     def asked(self: Recorder, done: int, *rest: Any) -> None:
         stepped(self, done, *rest)
