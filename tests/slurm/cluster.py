@@ -39,7 +39,7 @@ JobCompLoc={folder}/log/jobcomp.txt
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=5,sched_min_interval=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 SlurmdParameters=config_overrides
 MpiDefault=none
 SwitchType=switch/none

@@ -93,27 +93,34 @@ def test_submit_runs_the_whole_chain_on_two_nodes(site: Site, chain: dict[str, A
 
 
 def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site, chain: dict[str, Any]) -> None:
-    overrides = ["train.steps=150", "train.save_every=10", "train.learning_rate=1e-3"]
+    steps = 300
+    overrides = [f"train.steps={steps}", "train.save_every=10", "train.learning_rate=1e-3"]
     train = ["train", *site.words(*overrides)]
     job = site.sbatch("--nodes=2", "--job-name=long", "--signal=B:USR1@60", str(ROOT / "slurm/stage.sbatch"), *train)
     follows = site.sbatch(f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes", "--wrap=true")
     folder = Path(site.status(*overrides)["train"]["path"])
     cluster, log = site.cluster, site.work_dir / f"long-{job}.out"
 
-    def at_step(step: int, restarts: int) -> None:
+    def trained_on(restarts: int) -> None:
+        """Wait until this start of the job has logged steps of its own."""
+        old: list[int] = []
+
         def reached() -> bool:
             facts = cluster.facts(job)
             assert facts["JobState"] not in ENDED, log.read_text()[-3000:]
-            return facts["Restarts"] == str(restarts) and max(steps_of(folder), default=0) >= step
+            if facts["Restarts"] != str(restarts) or facts["JobState"] != "RUNNING":
+                old[:] = steps_of(folder)  # what the start before it leaves
+                return False
+            return max(steps_of(folder), default=0) >= max(old, default=0) + 12
 
-        cluster.until(reached, 300, f"step {step} after {restarts} restarts")
+        cluster.until(reached, 300, f"steps after {restarts} restarts")
 
-    at_step(12, restarts=0)
+    trained_on(restarts=0)
     cluster.run("scancel", "--batch", "--signal=USR1", job)  # what Slurm sends before the time limit
-    at_step(40, restarts=1)
+    trained_on(restarts=1)
     urgent = site.sbatch("--partition=urgent", "--nodes=2", "--exclusive", "--job-name=urgent", "--wrap=true")
     cluster.wait(urgent, 300)
-    at_step(80, restarts=2)
+    trained_on(restarts=2)
     subprocess.run(["kill", "-9", str(cluster.node_pid("node2"))], check=True)
     cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     cluster.start_node("node2")
@@ -121,7 +128,7 @@ def test_a_train_job_survives_time_limit_preemption_and_node_failure(site: Site,
     cluster.until(lambda: cluster.facts(job)["Restarts"] == "3", 120, "requeue after the node failure")
     assert cluster.wait(job, 400) == ["COMPLETED"], log.read_text()[-3000:]
     assert cluster.facts(job)["Restarts"] == "3"
-    assert steps_of(folder) == list(range(1, 151))
+    assert steps_of(folder) == list(range(1, steps + 1))
     assert json.loads((folder / "manifest.json").read_text())["stage"] == "train"
     assert [f"restart {count}:" in log.read_text() for count in range(4)] == [True] * 4
     assert cluster.wait(follows, 60) == ["COMPLETED"]  # it waited through every restart
@@ -157,10 +164,13 @@ def test_a_job_near_its_time_limit_is_told_stops_and_goes_on(site: Site, proof: 
 
 def test_a_killed_array_task_is_completed_by_the_same_line(site: Site, chain: dict[str, Any]) -> None:
     overrides = ["targets.topk=16"]
-    line = ["--array=0-1", "--job-name=again", str(ROOT / "slurm/shards.sbatch"), "targets", *site.words(*overrides)]
+    logs = f"--output={site.work_dir}/%x-%A_%a.out"
+    script = str(ROOT / "slurm/shards.sbatch")
+    line = ["--array=0-1", "--job-name=again", logs, script, "targets", *site.words(*overrides)]
     job = site.sbatch(*line)
-    site.cluster.until(lambda: site.cluster.states(job) == ["RUNNING", "RUNNING"], 60, "two running tasks")
-    site.cluster.run("scancel", f"{job}_1")
+    log = site.work_dir / f"again-{job}_1.out"
+    site.cluster.until(lambda: log.exists() and "dspark targets" in log.read_text(), 60, "the start of task 1")
+    site.cluster.run("scancel", "--full", "--signal=KILL", f"{job}_1")  # it imports torch: no shard yet
     assert sorted(site.cluster.wait(job, 300)) == ["CANCELLED", "COMPLETED"]
     folder = Path(site.status(*overrides)["targets"]["path"])
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
