@@ -9,6 +9,7 @@ VENV ?= .venv
 WORK ?= work
 PORT ?= 5000
 PYTEST_ARGS ?=
+JOBS ?= 2
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -32,7 +33,7 @@ run: $(READY) $(SMOLLM2)/config.json
 	$(VENV)/bin/dspark run -c configs/smollm2.yaml $(ARGS)
 
 test: $(READY)
-	$(QUIET) $(PY) -m pytest $(PYTEST_ARGS)
+	$(QUIET) $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

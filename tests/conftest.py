@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from filelock import FileLock
 
 # Before anything imports torch: on two busy cores OpenMP's spinning threads cost more than they compute.
 os.environ.update(
@@ -77,6 +78,7 @@ def work_dir(tmp_path: Path) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m prove` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)  # the longest file first
     for item in items:
         if "proof" in getattr(item, "fixturenames", ()):
             item.add_marker("prove")
@@ -98,12 +100,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The work directory of an uninterrupted debug run, tracked in its own store; for tests that only read it."""
+    """The work directory of an uninterrupted debug run, tracked in its own store; for tests that only read it.
+
+    All workers of a parallel session read the same one; the first to ask makes it.
+    """
     from tests.stages import whole_chain
 
-    work_dir = tmp_path_factory.mktemp("finished") / "work"
-    (work_dir.parent / "output.txt").write_text(whole_chain.run(work_dir), encoding="utf-8")
-    return work_dir
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished"
+    folder.mkdir(exist_ok=True)
+    output = folder / "output.txt"
+    with FileLock(folder / "lock"):
+        if not output.exists():
+            output.write_text(whole_chain.run(folder / "work"), encoding="utf-8")
+    return folder / "work"
 
 
 def _template_folder(name: str) -> Path:
