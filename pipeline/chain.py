@@ -114,6 +114,14 @@ def _prompt_sets(config: Config) -> dict[str, Any]:
     return sets if sets["benchmarks"] else {"prompt_files": sets["prompt_files"]}
 
 
+def _calibration_sets(config: Config) -> dict[str, Any]:
+    """Content of the sets, wherever their files lie; nothing where the chain's own split is used."""
+    if config.calibrate.prompt_sets is None:
+        return {}
+    setting = "calibrate.prompt_sets"
+    return {"prompts": prompt_sets_identity(config, config.calibrate.prompt_sets, setting=setting, heldout=True)}
+
+
 def _recorded(config: Config) -> dict[str, Any]:
     if config.calibrate.records is None:
         return {}
@@ -144,7 +152,7 @@ STAGES: dict[str, Stage] = {
             lambda config: ("train", "data"),
             True,
             "shards",
-            also=_together(_template_file, _recorded),
+            also=_together(_template_file, _recorded, _calibration_sets),
         ),
         Stage("profile", ("profile",), lambda config: (), True),
         Stage(

@@ -286,12 +286,21 @@ class Train(Section):
 
 class Calibrate(Section):
     temperatures: tuple[NonNegative, ...] = result((0.0, 1.0), "served temperatures, one file each", min_length=1)
-    num_prompts: Count = result(64, "prompts of the calibration split: half fits, half reports")
+    prompt_sets: tuple[str, ...] | None = execution(
+        None, "names or JSONL files of turns, such as the traffic you serve; null: the calibration split", min_length=1
+    )
+    num_prompts: Count = result(64, "prompts, half of which fit and half report")
     records: str | None = result(None, ".pt shards recorded by SGLang (file name may be a glob), not decoded here")
     max_new_tokens: Count = result(256, "per prompt")
     bins: Count = result(15, "ECE bins")
     dtype: Dtype = result("float32", "compute dtype")
     batch_size: Count = execution(16, "rows decoded together")
+
+    @model_validator(mode="after")
+    def _one(self) -> Calibrate:
+        if self.records is not None and self.prompt_sets is not None:
+            raise ValueError("records and prompt_sets exclude each other: recorded rounds bring their own prompts")
+        return self
 
 
 class Profile(Section):

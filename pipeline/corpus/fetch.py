@@ -55,8 +55,8 @@ def needed(config: Config) -> dict[str, Callable[[], str]]:
     for source in config.data.sources:
         if source.path is not None and not local_files(source.path):
             wanted[f"data {source.path}"] = lambda source=source: _data(source)  # type: ignore[misc]
-    sets = [*config.evaluate.prompt_sets, *(config.data.decontaminate.prompt_sets if config.data.decontaminate else ())]
-    for name in dict.fromkeys(sets):
+    forbidden = config.data.decontaminate.prompt_sets if config.data.decontaminate else ()
+    for name in dict.fromkeys([*config.evaluate.prompt_sets, *(config.calibrate.prompt_sets or ()), *forbidden]):
         if name in BENCHMARKS and not Path(name).is_file():
             wanted[f"prompts {name}"] = lambda name=name: f"{len(load_prompts(name))} prompts"  # type: ignore[misc]
     return wanted

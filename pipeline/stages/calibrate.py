@@ -1,5 +1,8 @@
 """`calibrate`: record rounds on calibration prompts, fit STS on half of them, report on the other half (S24, S25).
 
+The prompts are the corpus' calibration split, or sets of your own (`calibrate.prompt_sets`): scores are worth most on
+the traffic that will be served.
+
     dspark calibrate -c FILE
 
 One file per served temperature: `sts-T<t>.json`, beside the records it came from. Killed anywhere, the same command
@@ -12,7 +15,7 @@ from typing import Any
 
 from pipeline.artifact import Artifact, sha256_file, write_json
 from pipeline.chain import StageContext, share
-from pipeline.corpus.prompts import Prompt, split_prompts
+from pipeline.corpus.prompts import Prompt, load_prompts, split_prompts
 from pipeline.decoding.calibration import calibrate, join, mean, save_records
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import reliability_plot
@@ -39,9 +42,11 @@ def run(context: StageContext) -> None:
     if config.calibrate.records is not None:
         _import(context, identity)
         return
-    prompts = choose(list(split_prompts(context.inputs["data"], "calibration")), config.calibrate.num_prompts)
+    prompts = choose(_prompts(context), config.calibrate.num_prompts)
     if len(prompts) < 2:
-        raise DataError("calibrate: the calibration split is empty; raise data.calibration_fraction")
+        raise DataError(
+            "calibrate: fewer than two prompts; raise data.calibration_fraction or name calibrate.prompt_sets"
+        )
     units = _units(context, prompts)
     mine = artifact.missing(list(units) if config.target.tensor_parallel else share(list(units)))
     if mine:
@@ -61,6 +66,13 @@ def run(context: StageContext) -> None:
             parts = [artifact.path / file for file, (at, _) in units.items() if at == temperature]
             join(parts, artifact.path / f"records-T{temperature:g}.npz")
         _finish(context, artifact, list(units))
+
+
+def _prompts(context: StageContext) -> list[Prompt]:
+    data, names = context.inputs["data"], context.config.calibrate.prompt_sets
+    if names is None:
+        return list(split_prompts(data, "calibration"))
+    return [prompt for name in names for prompt in load_prompts(name, data=data)]
 
 
 def _import(context: StageContext, identity: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.artifact import read_json, sha256_file, write_json
+from pipeline.chain import resolve
 from pipeline.decoding.calibration import calibrate as calibrate_file
 from pipeline.decoding.calibration import drift, halves, read_calibration, read_records
 from pipeline.decoding.recorded import read_shard
@@ -35,6 +36,22 @@ def test_one_file_per_served_temperature_with_the_serving_keys(calibrated):
     assert header["threshold"] == 0.0 and len(header["prompts"]) == 8
     assert len(records) == len(prompt) and int(prompt.max()) == 7
     assert calibrated.artifact.complete
+
+
+def test_prompt_sets_of_your_own_take_the_place_of_the_split(tmp_path):
+    files = [tmp_path / "served.jsonl", tmp_path / "more.jsonl"]
+    for file in files:
+        file.write_text("".join(json.dumps({"turns": [f"{file.stem} {n}"]}) + "\n" for n in range(2)), encoding="utf-8")
+    config = prepare(tmp_path / "work", f"calibrate.prompt_sets=[{', '.join(map(str, files))}]")
+    context = context_of(config, "calibrate")
+    calibrate.run(context)
+    _, _, header = read_records(context.artifact.path / "records-T0.npz")
+    domains = [domain for _, domain, _ in header["prompts"]]
+    assert sorted(domains) == ["more", "more", "served", "served"]
+    before = {name: artifact.path for name, artifact in resolve(config).items()}
+    files[0].write_text('{"turns": ["another"]}\n', encoding="utf-8")
+    after = {name: artifact.path for name, artifact in resolve(config).items()}
+    assert {stage for stage in before if before[stage] != after[stage]} == {"calibrate", "evaluate", "export"}
 
 
 def test_s25_fit_and_report_prompts_are_disjoint_and_hold_all_domains():

@@ -118,6 +118,7 @@ def test_what_cannot_be_identified_is_reported_together(tmp_path: Path) -> None:
                 "decontaminate": {"prompt_sets": ["heldout", "gsm9k"]},
             },
             "template": {"chat_template": str(tmp_path / "absent.jinja")},
+            "calibrate": {"prompt_sets": ["heldout", "mbbp"]},
             "evaluate": {"prompt_sets": ["heldout", "humanevil", "gsm8k"]},
             "work_dir": str(tmp_path),
         }
@@ -126,6 +127,7 @@ def test_what_cannot_be_identified_is_reported_together(tmp_path: Path) -> None:
         resolve(config)
     told = [problem.partition(": ")[0] for problem in error.value.problems]
     assert sorted(told) == [
+        "calibrate.prompt_sets",
         *["data.decontaminate.prompt_sets"] * 2,
         "data.sources.0",
         "data.sources.1",
