@@ -15,9 +15,8 @@ from pathlib import Path
 from launch import queue
 from launch.jobs import Job, command, line, log_name, node_lines, plan
 from launch.queue import folder_of, submitted
-from pipeline import stopping
+from pipeline import preflight, stopping
 from pipeline.artifact import write_json
-from pipeline.chain import resolve
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DsparkError
 from pipeline.progress import say
@@ -25,7 +24,7 @@ from pipeline.progress import say
 
 def submit(config: Config, arguments: argparse.Namespace) -> None:
     """Submit what is missing. With `arguments.dry_run`, print the commands and what each node would run instead."""
-    artifacts = resolve(config)
+    artifacts = preflight.accepted(config, elsewhere=True)
     finished = [name for name, artifact in artifacts.items() if artifact.complete]
     words = ["-c", arguments.config, *(["--debug"] if arguments.debug else []), *arguments.overrides]
     jobs = plan(config, words, finished)

@@ -20,8 +20,11 @@ from pydantic import ValidationError
 
 from pipeline.errors import ConfigError
 from pipeline.schema import (
+    BETWEEN,
+    FIELDS_ONLY,
     Answers,
     Calibrate,
+    Clash,
     Config,
     Data,
     Decontaminate,
@@ -132,11 +135,28 @@ def validate(tree: dict[str, Any], problems: Sequence[str] = ()) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        # A list whose every item is refused is also called too short: that is no problem of its own.
-        found += [_explain(item) for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
+        found += [problem for item in error.errors() for problem in _explain(item)]
+        if all(item["loc"] for item in error.errors()):  # else `Config` itself came to look between its sections
+            found += _between(tree, {str(item["loc"][0]) for item in error.errors() if _clash(item) is None})
     if found:
         raise ConfigError(found)
     return config
+
+
+def _between(tree: dict[str, Any], wrong: set[str]) -> list[str]:
+    """What does not fit between sections none of whose fields is wrong by itself."""
+    found: list[str] = []
+    for names, check in BETWEEN:
+        if not wrong & set(names):
+            models = [_section_of(Config.model_fields[name].annotation) or Section for name in names]
+            parts = zip(names, models, strict=True)
+            found += check(*(model.model_validate(tree.get(name, {}), context=FIELDS_ONLY) for name, model in parts))
+    return found
+
+
+def _clash(item: Any) -> Clash | None:
+    error = item.get("ctx", {}).get("error")
+    return error if isinstance(error, Clash) else None
 
 
 def _override(tree: dict[str, Any], item: str) -> str | None:
@@ -176,8 +196,12 @@ def _bad_index(item: str, where: Sequence[str], part: str, entries: Sequence[Any
     return f"override {item!r}: {'.'.join(where)} has {len(entries)} entries, numbered {known}; {part!r} is not one"
 
 
-def _explain(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "config"
+def _explain(item: Any) -> list[str]:
+    where = ".".join(str(part) for part in item["loc"])
+    if clash := _clash(item):
+        return [f"{where}: {problem}" if where else problem for problem in clash.problems]
+    if item["type"] == "too_short" and item["input"]:
+        return []  # a list whose every item is refused is also called too short: no problem of its own
     if item["type"] == "extra_forbidden":
         *parents, name = item["loc"]
         near = difflib.get_close_matches(str(name), _keys(parents), n=1, cutoff=0.5)
@@ -186,13 +210,11 @@ def _explain(item: Any) -> str:
             if near
             else f"valid: {', '.join(_keys(parents))}"
         )
-        return f"{where}: unknown key; {hint}"
-    message = item["msg"].removeprefix("Value error, ")
+        return [f"{where}: unknown key; {hint}"]
     if item["type"] == "missing":
-        return f"{where}: required, not set"
-    if item["type"] == "value_error" and isinstance(item["input"], Section | dict):
-        return f"{where}: {message}"
-    return f"{where}: {message}, found {item['input']!r}"
+        return [f"{where}: required, not set"]
+    message = item["msg"].removeprefix("Value error, ")
+    return [f"{where or 'config'}: {message}, found {item['input']!r}"]
 
 
 def _keys(parents: Sequence[Any]) -> list[str]:

@@ -200,19 +200,24 @@ def target_json(config: Config, name: str) -> dict[str, Any]:
 
     No weights are read and no torch is imported.
     """
-    folder = Path(target_folder(config))
-    path: Path | None = folder / name
-    if not folder.is_dir():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-        try:
-            path = Path(hf_hub_download(str(folder), name, revision=config.target.revision))
-        except (EntryNotFoundError, LocalEntryNotFoundError):
-            path = None
-    if path is None or not path.exists():
+    path = target_file(config, name)
+    if path is None:
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ArtifactError(f"{path}: not valid JSON ({error})") from error
+
+
+def target_file(config: Config, name: str) -> Path | None:
+    """Where a file of the target lies; None when it has none. Of a hub target, the file is fetched."""
+    folder = Path(target_folder(config))
+    if folder.is_dir():
+        return folder / name if (folder / name).exists() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(folder), name, revision=config.target.revision))
+    except (EntryNotFoundError, LocalEntryNotFoundError):
+        return None

@@ -20,7 +20,7 @@ from pipeline import preflight, progress, stopping, usage
 from pipeline.artifact import Artifact
 from pipeline.chain import STAGES, StageContext
 from pipeline.config import Config, dump
-from pipeline.errors import ArtifactError, ConfigError, Stopped
+from pipeline.errors import ArtifactError, Stopped
 from pipeline.lease import lease
 from pipeline.progress import say
 from pipeline.trace import STOPPED, traced
@@ -29,21 +29,13 @@ from pipeline.tracking.redact import redact_text
 Start = Callable[[Config, str, dict[str, Artifact]], None]
 
 
-def prepare(config: Config) -> dict[str, Artifact]:
-    """Everything that can be refused is refused here, before weights are read. Returns the resolved chain."""
-    preflight.check(config)
-    return chain_table.resolve(config)
-
-
 def run_chain(config: Config, stages: Sequence[str] | None = None, start: Start | None = None) -> dict[str, Artifact]:
-    """Run the given stages (default: all active ones) in order, each by `start` (default: `run_stage`)."""
-    artifacts = prepare(config)
+    """Run the given stages (default: all active ones) in order, each by `start` (default: `run_stage`).
+
+    Raises ConfigError with everything that can be refused before weights are read.
+    """
+    artifacts = preflight.accepted(config, stages)
     names = stages or list(artifacts)
-    if off := [name for name in names if name not in artifacts]:
-        raise ConfigError(f"stage {', '.join(off)} is off in this configuration (active: {', '.join(artifacts)})")
-    preflight.check_device(config, [name for name in names if not artifacts[name].complete])
-    if "export" in names:
-        preflight.check_export(config)
     if "targets" in names and config.targets.mode == "streamed" and not artifacts["targets"].complete:
         _check_remote(config)
     for name in names:

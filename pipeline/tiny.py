@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.artifact import atomic_path
 from pipeline.config import Config, TinyTarget
 from pipeline.identity import target_folder
-from pipeline.preflight import TINY_SPARE_ROWS
+from pipeline.preflight.facts import TINY_SPARE_ROWS
 from pipeline.progress import progress, say
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -9,5 +9,5 @@
     build.py          from a seed                  from_target.py  from the target's own layers
     vocabulary.py     the tokens it may propose    io.py           our checkpoint, strict
 
-Imports torch only, and nothing else of the pipeline but its errors.
+Imports torch only, and of the pipeline nothing but its errors and `architecture`.
 """

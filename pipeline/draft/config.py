@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from pipeline.architecture import ACTIVATIONS
 from pipeline.errors import ConfigError
 
 KINDS = ("dspark", "dflash", "eagle3", "mtp", "medusa")
 BLOCK_KINDS = ("dspark", "dflash")
 LAYOUTS = ("next_token", "fill_in")
 MARKOV = ("none", "vanilla", "gated", "rnn")
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 @dataclass(frozen=True)

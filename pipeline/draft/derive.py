@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.draft.config import ACTIVATIONS, DraftConfig
+from pipeline.architecture import ACTIVATIONS, activation_of, text_part
+from pipeline.draft.config import DraftConfig
 from pipeline.draft.rope import inverse_frequencies, read_rope
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.config import Draft
-
-_SAME = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 
 
 def derive_config(target: Mapping[str, Any], draft: Draft, *, target_layer_ids: Sequence[int]) -> DraftConfig:
@@ -27,7 +26,7 @@ def derive_config(target: Mapping[str, Any], draft: Draft, *, target_layer_ids: 
     """
     target = text_part(target)
     problems = _missing(target)
-    activation = draft.activation or activation_of(target)
+    activation = str(draft.activation or activation_of(target))
     if activation not in ACTIVATIONS:
         problems.append(
             f"target: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}; set draft.activation"
@@ -69,14 +68,6 @@ def derive_config(target: Mapping[str, Any], draft: Draft, *, target_layer_ids: 
     )
 
 
-def text_part(target: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The text model's config where the target reads more than text."""
-    for key in ("text_config", "llm_config", "language_config"):
-        if isinstance(target.get(key), Mapping):
-            return target[key]
-    return target
-
-
 def has_attention_bias(target: Mapping[str, Any]) -> bool:
     """Whether the target's q, k and v projections carry biases (Qwen2 always, others by their own flag)."""
     if target.get("model_type") in ("qwen2", "qwen2_moe"):
@@ -91,9 +82,3 @@ def _missing(target: Mapping[str, Any]) -> list[str]:
         for key in needed
         if not isinstance(target.get(key), int)
     ]
-
-
-def activation_of(target: Mapping[str, Any]) -> str:
-    """The target's MLP activation under the name used here (Gemma keeps it under another key)."""
-    found = str(target.get("hidden_activation") or target.get("hidden_act"))
-    return _SAME.get(found, found)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.architecture import activation_of, text_part
 from pipeline.draft.block import BlockDrafter
-from pipeline.draft.derive import activation_of, text_part
 from pipeline.draft.eagle3 import Eagle3
 from pipeline.draft.interface import Drafter
 from pipeline.draft.mtp import MTP

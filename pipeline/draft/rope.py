@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.architecture import ROPE_TYPES, rope_parameters
 from pipeline.errors import ConfigError
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Rope:
@@ -114,24 +113,13 @@ def _number(rope: Mapping[str, Any], key: str, default: float | None = None) -> 
 
 
 def read_rope(target: Mapping[str, Any]) -> dict[str, Any]:
-    """A target config's rotary parameters in one form.
+    """A target config's rotary parameters, complete.
 
-    Reads `rope_parameters` (new), or `rope_theta` and `rope_scaling` (old).
-
-    Where layer types differ (Gemma 3), the full-attention ones: a block sees its whole context.
     Raises ConfigError when no base is given: a guessed base costs acceptance and nothing else, so nobody would notice.
     """
-    given = dict(target.get("rope_parameters") or {})
-    if "full_attention" in given:
-        given = dict(given["full_attention"])
-    merged = {**dict(target.get("rope_scaling") or {}), **given}
-    kind = merged.pop("type", None)
-    merged.setdefault("rope_type", kind or "default")
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if merged.get(key) is None and target.get(key) is not None:
-            merged[key] = target[key]
-    if merged.get("rope_theta") is None:
+    found = rope_parameters(target)
+    if found.get("rope_theta") is None:
         raise ConfigError("target: its config gives no rope_theta, neither at the top nor in rope_parameters")
-    if merged["rope_type"] in ("yarn", "llama3"):
-        merged.setdefault("original_max_position_embeddings", target.get("max_position_embeddings"))
-    return {key: value for key, value in sorted(merged.items()) if value is not None}
+    if found["rope_type"] in ("yarn", "llama3"):
+        found.setdefault("original_max_position_embeddings", target.get("max_position_embeddings"))
+    return {key: value for key, value in sorted(found.items()) if value is not None}

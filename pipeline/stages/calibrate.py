@@ -23,7 +23,7 @@ from pipeline.decoding.portions import CHUNK
 from pipeline.decoding.recorded import import_shards
 from pipeline.decoding.units import choose
 from pipeline.draft.io import TENSORS, read_description
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.progress import progress, say
 
 
@@ -78,8 +78,6 @@ def _prompts(context: StageContext) -> list[Prompt]:
 def _import(context: StageContext, identity: dict[str, Any]) -> None:
     """Records taken by a serving engine at the one configured temperature, instead of decoding."""
     settings = context.config.calibrate
-    if len(settings.temperatures) != 1:
-        raise ConfigError("calibrate.records were served at one temperature: name it alone in calibrate.temperatures")
     (temperature,) = settings.temperatures
     path = context.artifact.path / f"records-T{temperature:g}.npz"
     count = import_shards(str(settings.records), path, {**identity, "temperature": temperature})

@@ -152,8 +152,10 @@ def test_counts_ratios_and_choices_are_refused_with_their_name(key: str, values:
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa"])
 def test_settings_of_another_drafter_are_refused_together(kind: str) -> None:
-    (problem,) = problems(f"draft.kind={kind}")
-    assert "has no Markov head: set markov: none" in problem and "set mask_token_id: null" in problem
+    found = problems(f"draft.kind={kind}")
+    assert f"draft: kind {kind} has no Markov head: set markov: none" in found
+    assert f"draft: kind {kind} has no empty slots: set mask_token_id: null" in found
+    assert len(found) == (2 if kind == "eagle3" else 3), "and what the kind wants of the targets"
     exact = ["targets.logits=last_hidden", "targets.positions=all"]
     load(DEBUG, [f"draft.kind={kind}", "draft.markov=none", "draft.mask_token_id=null", *exact])
 
@@ -166,6 +168,42 @@ def test_drafters_of_the_last_hidden_state_need_it_exact_and_everywhere(kind: st
     cache = [f"targets.logits={logits}", f"targets.positions={positions}"]
     (problem,) = problems(f"draft.kind={kind}", "draft.markov=none", "draft.mask_token_id=null", *cache)
     assert "set targets.logits: last_hidden and targets.positions: all" in problem
+
+
+@pytest.mark.case("CFG-01")
+def test_what_does_not_fit_between_sections_comes_together_with_the_rest() -> None:
+    clashes = [
+        "train.engine=single",
+        "launch.nodes=2",
+        "draft.kind=mtp",
+        "draft.markov=none",
+        "draft.mask_token_id=null",
+    ]
+    both = problems(*clashes)
+    assert len(both) == 2 and "train.engine single" in both[0] and "draft.kind mtp" in both[1]
+    beside = problems(*clashes, "evaluate.bins=3", "train.ce_weight=0", "train.tv_weight=0")
+    assert len(beside) == 4 and set(both) < set(beside)
+    unreadable = problems(*clashes, "launch.nodes=two")
+    assert len(unreadable) == 2 and any("draft.kind mtp" in problem for problem in unreadable)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["draft.kind=eagle3", "draft.layers=5"], "draft: kind eagle3 has one layer, found 5: set layers: 1"),
+        (["draft.kind=eagle3", "draft.taps=false"], "draft: kind eagle3 starts from taps"),
+        (["draft.kind=medusa", "draft.taps=false"], "draft: kind medusa reads the last hidden state, never taps"),
+        (["train.engine=zero2", "train.sharded_checkpoints=true"], "train: sharded_checkpoints: zero2 checkpoints"),
+        (["calibrate.records=r.pt"], "calibrate: records were served at one temperature"),
+        (["evaluate.policy=static_length"], "evaluate: policy static_length needs policy_length"),
+        (["evaluate.policy=static_threshold"], "evaluate: policy static_threshold needs policy_threshold"),
+        (["data.sources=[{demo: gsm_symbolic}]"], "data.sources.0: demo gsm_symbolic is generated without end"),
+        (["target.device_map=auto", "target.tensor_parallel=true"], "target: device_map and tensor_parallel exclude"),
+        (["answers.backend=openai", "answers.endpoints=[http://x/v1]"], "answers.model: name the model"),
+    ],
+)
+def test_what_a_stage_would_refuse_hours_later_is_refused_while_reading(overrides: list[str], told: str) -> None:
+    assert any(problem.startswith(told) for problem in problems(*overrides))
 
 
 def test_numbers_and_times_are_read_as_people_write_them(tmp_path: Path) -> None:

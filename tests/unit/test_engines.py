@@ -72,10 +72,10 @@ def test_next_token_dflash_is_not_the_dflash_layout() -> None:
 )
 def test_an_impossible_export_is_refused_before_the_chain_starts(overrides: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        preflight.check_export(load("configs/debug.yaml", overrides))
+        preflight.check_stages(load("configs/debug.yaml", overrides), ["export"])
 
 
 def test_export_can_be_switched_off_and_is_only_checked_where_it_runs() -> None:
     config = load("configs/debug.yaml", ["export.layouts=[]", "draft.vocabulary=256"])
     assert "export" not in active(config)
-    preflight.check_export(config)
+    preflight.check_stages(config, active(config))

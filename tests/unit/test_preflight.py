@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from pipeline import preflight
-from pipeline.config import Config, validate
-from pipeline.draft import config as draft_config
-from pipeline.draft import rope
+from pipeline.config import Config, load, validate
+from pipeline.decoding import cache
 from pipeline.errors import ConfigError
+from pipeline.preflight import machine
+from pipeline.preflight.stages import ATTENTION_KINDS
 
 
 def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30, **model: Any) -> Path:
@@ -159,5 +160,120 @@ def test_a_drafter_that_cannot_be_built_is_refused(
     assert why in refused(config(target(tmp_path / "t", **{**SIZES, **model}), **draft))
 
 
-def test_what_is_known_here_is_what_a_drafter_can_be_built_from() -> None:
-    assert preflight.ACTIVATIONS == draft_config.ACTIVATIONS and preflight.ROPE_TYPES == rope.ROPE_TYPES
+# ------------------------------------------------------------------------------------------------ stages, machine
+
+
+def told(folder: Path, stages: list[str], **sections: Any) -> str:
+    """What is refused of stages to run on a target, all in one text."""
+    tree = {
+        "target": {"model": str(folder)},
+        "data": {"sources": [{"path": "x.jsonl"}]},
+        "draft": {"mask_token_id": 30},
+        "template": {"chat_template": "chat.jinja"},
+        "export": {"layouts": []},
+    }
+    made = validate({**tree, **{name: {**tree.get(name, {}), **values} for name, values in sections.items()}})
+    try:
+        preflight.check_stages(made, stages)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections", "why"),
+    [
+        ("answers", {"target": {"attention": "flash_attention_2"}}, "flash_attention_2 cannot decode rows"),
+        ("profile", {"target": {"attention": "flash_attention_2"}}, "flash_attention_2 cannot decode rows"),
+        (
+            "targets",
+            {"target": {"attention": "flash_attention_2"}, "targets": {"dtype": "float32"}},
+            "targets.dtype: flash_attention_2 computes in bfloat16 only",
+        ),
+        ("tokens", {"template": {"chat_template": None}}, "has no chat template (a base model?)"),
+        ("train", {"train": {"continue_from": "nowhere"}}, "is not a finished train artifact"),
+        ("calibrate", {"calibrate": {"records": "absent-*.pt", "temperatures": [1.0]}}, "absent-*.pt: no such file"),
+        ("calibrate", {"data": {"calibration_fraction": 0.0}}, "leaves the calibrate stage without prompts"),
+        ("evaluate", {"data": {"evaluation_fraction": 0.0}}, "leaves prompt set heldout empty"),
+        (
+            "evaluate",
+            {"evaluate": {"policy": "early_stop"}, "draft": {"confidence": False}},
+            "early_stop reads confidences, and this drafter has none",
+        ),
+        ("export", {"export": {"layouts": ["deepspec"], "temperature": 0.7}}, "0.7 is not among the calibrated ones"),
+    ],
+)
+def test_a_stage_that_would_fail_after_those_before_it_is_refused(
+    tmp_path: Path, stage: str, sections: dict[str, Any], why: str
+) -> None:
+    """Only where that stage is to run: the others are none the worse for it."""
+    folder = target(tmp_path / "t")
+    assert why in told(folder, [stage], **sections)
+    assert told(folder, ["data"], **sections) == "" == told(folder, [stage])
+
+
+def test_a_target_with_states_that_cannot_be_cut_back_is_refused_where_it_decodes(tmp_path: Path) -> None:
+    folder = target(tmp_path / "t", layer_types=["full_attention", "linear_attention"])
+    assert "layers of kind linear_attention keep a running state" in told(folder, ["targets", "evaluate"])
+    assert told(folder, ["targets", "train"]) == ""
+    assert set(ATTENTION_KINDS) == cache._KINDS
+
+
+def test_a_target_that_cannot_be_split_over_the_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = target(tmp_path / "t", num_attention_heads=4, num_key_value_heads=2)
+    split = {"target": {"tensor_parallel": True}, "launch": {"processes_per_node": 4}}
+    assert "num_key_value_heads = 2 cannot be split over 4 ranks" in told(folder, ["targets"], **split)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert told(folder, ["targets"], **split) == ""
+
+
+def test_a_run_is_extended_only_beyond_its_end(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps({"steps": 40}))
+    folder, longer = target(tmp_path / "t"), {"continue_from": str(tmp_path / "run")}
+    assert "the run already ended at step 40" in told(folder, ["train"], train={**longer, "steps": 40})
+    assert told(folder, ["train"], train={**longer, "steps": 41}) == told(folder, ["train"], train=longer) == ""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "packages", "overrides", "why"),
+    [
+        (False, ["flash_attn"], ["target.attention=flash_attention_2"], ["needs a GPU"]),
+        (False, [], ["target.attention=flash_attention_2"], ["needs a GPU", "flash-attn (or kernels), not installed"]),
+        (True, [], ["target.attention=flash_attention_2"], ["flash-attn (or kernels), not installed"]),
+        (True, ["kernels"], ["target.attention=flash_attention_2"], []),
+        (False, [], ["target.device_map=cuda:0"], ["target.device_map: cuda:0 needs a GPU"]),
+        (True, [], ["train.engine=zero2"], ["train.engine: zero2 needs DeepSpeed"]),
+        (True, [], ["train.compile=true"], ["needs Triton"]),
+        (True, ["triton"], ["train.compile=true"], []),
+        (False, [], ["train.compile=true"], ["needs a C++ compiler, and no-such-compiler (CXX)"]),
+    ],
+)
+def test_what_this_machine_lacks_is_told(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, packages: list[str], overrides: list[str], why: list[str]
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(machine, "find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    made = load("configs/debug.yaml", overrides)
+    found = list(machine.problems(made, ["targets", "train"]))
+    assert len(found) == len(why) and all(part in problem for part, problem in zip(why, found, strict=True))
+    assert list(machine.problems(made, ["data", "tokens", "export"])) == []
+
+
+def test_target_inputs_stages_and_machine_are_refused_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a finished stage is not held against the machine; nor is this machine, where jobs run elsewhere."""
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    overrides = [
+        f"work_dir={tmp_path}", "target.device_map=cuda:0", "draft.mask_token_id=999", "export.temperature=0.7",
+        f"data.sources=[{{path: {tmp_path}/absent.jsonl}}]",
+    ]  # fmt: skip
+    parts = ["absent.jsonl: no such file", "999 is not a row", "0.7 is not among", "device_map: cuda:0"]
+    with pytest.raises(ConfigError) as caught:
+        preflight.accepted(load("configs/debug.yaml", overrides))
+    assert all(part in problem for part, problem in zip(parts, caught.value.problems, strict=True))
+    with pytest.raises(ConfigError) as caught:
+        preflight.accepted(load("configs/debug.yaml", overrides), ["data"], elsewhere=True)
+    assert len(caught.value.problems) == 2

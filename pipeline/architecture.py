@@ -1,0 +1,44 @@
+"""What a drafter can be built from, and how a target's config.json says what it is made of. Imports no torch.
+
+Read before anything slow by `preflight`, and again by `draft` where the drafter is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_SAME = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
+
+
+def text_part(target: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text model's config where the target reads more than text."""
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(target.get(key), Mapping):
+            return target[key]
+    return target
+
+
+def activation_of(target: Mapping[str, Any]) -> str | None:
+    """The target's MLP activation under the name used here (Gemma keeps it under another key); None when not told."""
+    found = target.get("hidden_activation") or target.get("hidden_act")
+    return None if found is None else _SAME.get(str(found), str(found))
+
+
+def rope_parameters(target: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters in one form, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
+
+    Where layer types differ (Gemma 3), the full-attention ones: a block sees its whole context.
+    """
+    given = dict(target.get("rope_parameters") or {})
+    if "full_attention" in given:
+        given = dict(given["full_attention"])
+    merged = {**dict(target.get("rope_scaling") or {}), **given}
+    kind = merged.pop("type", None)
+    merged.setdefault("rope_type", kind or "default")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if merged.get(key) is None and target.get(key) is not None:
+            merged[key] = target[key]
+    return merged

@@ -1,0 +1,86 @@
+"""The sections of a run configuration, field by field. `pipeline.config` loads and validates them.
+
+Every field is marked *result* (it changes what is computed, so it takes part in fingerprints) or *execution* (it only
+changes how: ranks, workers, batch shapes, paths). The description of each field is its documentation.
+
+    base.py       what sections are made of                   training.py    targets, draft, train
+    corpus.py     target, template, data, answers, tokens     measuring.py   calibrate, profile, evaluate, export
+    running.py    tracking, launch                            here           all together, and what must fit between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.schema.base import FIELDS_ONLY, Clash, Natural, Section, execution, result
+from pipeline.schema.corpus import (
+    Answers,
+    Data,
+    Decontaminate,
+    NearDuplicates,
+    Source,
+    Target,
+    Template,
+    TinyTarget,
+    Tokens,
+)
+from pipeline.schema.measuring import Calibrate, Evaluate, Export, Profile
+from pipeline.schema.running import Launch, Tracking
+from pipeline.schema.training import Draft, Targets, Train
+
+__all__ = [
+    "BETWEEN", "FIELDS_ONLY", "Answers", "Calibrate", "Clash", "Config", "Data", "Decontaminate", "Draft", "Evaluate",
+    "Export", "Launch", "NearDuplicates", "Profile", "Section", "Source", "Target", "Targets", "Template", "TinyTarget",
+    "Tokens", "Tracking", "Train",
+]  # fmt: skip
+
+
+def _one_process(train: Train, launch: Launch) -> Iterator[str]:
+    if train.engine == "single" and launch.processes_per_node * launch.nodes > 1:
+        yield "train.engine single is one process: leave launch.nodes and launch.processes_per_node at 1"
+
+
+def _exact_last_hidden(draft: Draft, targets: Targets) -> Iterator[str]:
+    if draft.kind in ("mtp", "medusa") and (targets.logits, targets.positions) != ("last_hidden", "all"):
+        yield (
+            f"draft.kind {draft.kind} reads the exact last hidden state everywhere: "
+            "set targets.logits: last_hidden and targets.positions: all"
+        )
+
+
+def _served_model(answers: Answers, target: Target) -> Iterator[str]:
+    if answers.enabled and answers.backend == "openai" and answers.model is None and target.model is None:
+        yield "answers.model: name the model as the server knows it (target.tiny has no name)"
+
+
+# What must fit between sections, and which ones: a wrong field silences only the checks of its own section.
+BETWEEN: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
+    (("train", "launch"), _one_process),
+    (("draft", "targets"), _exact_last_hidden),
+    (("answers", "target"), _served_model),
+)
+
+
+class Config(Section):
+    experiment: str = execution("default", "name of the run group", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    work_dir: Path = execution(Path("work"), "everything is written below it")
+    seed: Natural = result(0, "of every random choice")
+    target: Target = result(doc="the frozen model")
+    template: Template = result(Template(), "chat rendering")
+    data: Data = result(doc="corpus")
+    answers: Answers = result(Answers(), "regenerated answers")
+    tokens: Tokens = result(Tokens(), "token ids and loss masks")
+    targets: Targets = result(Targets(), "hidden states and distributions")
+    draft: Draft = result(Draft(), "the drafter")
+    train: Train = result(Train(), "optimisation")
+    calibrate: Calibrate = result(Calibrate(), "STS")
+    profile: Profile = result(Profile(), "SPS")
+    evaluate: Evaluate = result(Evaluate(), "acceptance and speed")
+    export: Export = result(Export(), "published checkpoints")
+    tracking: Tracking = execution(Tracking(), "MLflow")
+    launch: Launch = execution(Launch(), "processes and Slurm")
+
+    def problems(self) -> Iterator[str]:
+        for names, check in BETWEEN:
+            yield from check(*(getattr(self, name) for name in names))

@@ -1,0 +1,64 @@
+"""What sections are made of: roles, numbers that are what they look like, and checks between fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+FIELDS_ONLY = {"check": "fields only"}  # validation context: what does not go together is told elsewhere
+Dtype = Literal["float32", "bfloat16"]
+
+
+def _whole(value: Any) -> Any:
+    """Counts are whole numbers: 4.0, "4" and true are refused rather than rounded or cast."""
+    if isinstance(value, bool | float | str):
+        raise ValueError("a whole number is expected")
+    return value
+
+
+def _number(value: Any) -> Any:
+    """true is not 1.0. Text that is a number is one, as on a command line."""
+    if isinstance(value, bool):
+        raise ValueError("a number is expected")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=False)]
+
+
+def result(default: Any = ..., doc: str = "", **kwargs: Any) -> Any:
+    """A field that changes the result: part of every fingerprint that reads its section."""
+    return Field(default, description=doc, json_schema_extra={"role": "result"}, **kwargs)
+
+
+def execution(default: Any = ..., doc: str = "", **kwargs: Any) -> Any:
+    """A field that only changes how the result is computed: never part of a fingerprint."""
+    return Field(default, description=doc, json_schema_extra={"role": "execution"}, **kwargs)
+
+
+class Clash(ValueError):
+    """Values that do not go together. `problems` are told one by one."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+    def problems(self) -> Iterator[str]:
+        """What does not go together, where every field is right by itself."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _goes_together(self, info: ValidationInfo) -> Self:
+        if info.context is not FIELDS_ONLY and (found := list(self.problems())):
+            raise Clash(found)
+        return self
