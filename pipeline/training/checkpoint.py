@@ -13,15 +13,16 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from pipeline.artifact import atomic_path, read_json
+from pipeline.artifact import atomic_path, read_json, write_json
 from pipeline.errors import ArtifactError
 from pipeline.training.state import MOMENTS, Snapshot, check
 
@@ -75,27 +76,17 @@ def unreadable(path: Path, error: BaseException) -> ArtifactError:
     )
 
 
-class Saver:
-    """Writes snapshots in a thread, one at a time, and keeps the newest few. Only rank 0 has one."""
+class Writer:
+    """Does one piece of work at a time, in a thread."""
 
-    def __init__(self, root: Path, keep: int, shapes: Mapping[str, list[int]]) -> None:
-        self.root, self.keep, self.shapes = root, keep, dict(shapes)
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(root / ".tmp", ignore_errors=True)  # what killed runs left half-written
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Start writing; waits for the save before. Raises what that one raised, StorageError for a full disk."""
+    def start(self, work: Callable[[], None]) -> None:
+        """Waits for the work before. Raises what that one raised, StorageError for a full disk."""
         self.wait()
-        for kind, tensors in ((_WEIGHTS, snapshot.weights), *snapshot.moments.items()):
-            check(tensors, self.shapes, f"step {snapshot.step}, {kind}, before saving")
-        self._running = self._pool.submit(self._write, snapshot)
-
-    def submit_best(self, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
-        """Keep the weights of the step with the lowest validation loss beside the checkpoints, as `best/`."""
-        self.wait()
-        self._running = self._pool.submit(self._write_best, snapshot, dict(facts))
+        self._running = self._pool.submit(work)
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -109,6 +100,33 @@ class Saver:
         finally:
             self._pool.shutdown()
 
+
+class Saver(Writer):
+    """Writes snapshots, and keeps the newest few. Only rank 0 has one."""
+
+    def __init__(self, root: Path, keep: int, shapes: Mapping[str, list[int]]) -> None:
+        super().__init__()
+        self.root, self.keep, self.shapes = root, keep, dict(shapes)
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(root / ".tmp", ignore_errors=True)  # what killed runs left half-written
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Start writing. Raises what the save before raised, ArtifactError for tensors of another shape."""
+        self.wait()
+        for kind, tensors in ((_WEIGHTS, snapshot.weights), *snapshot.moments.items()):
+            check(tensors, self.shapes, f"step {snapshot.step}, {kind}, before saving")
+        self.start(partial(self._write, snapshot))
+
+    def submit_best(self, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
+        """Keep the weights of the step with the lowest validation loss beside the checkpoints, as `best/`."""
+        self.start(partial(self._write_best, snapshot, dict(facts)))
+
+    def amend(self, step: int, **facts: Any) -> None:
+        """Change what the state.json of a checkpoint says, once what goes before that is whole."""
+        self.wait()
+        path = folder_of(self.root, step) / "state.json"
+        write_json(path, {**read_json(path), **facts})
+
     def _write(self, snapshot: Snapshot) -> None:
         folder = folder_of(self.root, snapshot.step)
         with atomic_path(folder) as temporary:
@@ -118,14 +136,9 @@ class Saver:
                 save_file(snapshot.moments[kind], temporary / f"{kind}.safetensors")
             state = {"format": FORMAT, "shapes": self.shapes, **snapshot.facts}
             (temporary / "state.json").write_text(json.dumps(state, sort_keys=True), encoding="utf-8")
-        self._point_at(folder)
+        self.point_at(folder)
 
-    def publish(self, folder: Path) -> None:
-        """Put in force a checkpoint that others have written (see `sharded`), once what goes before it is whole."""
-        self.wait()
-        self._point_at(folder)
-
-    def _point_at(self, folder: Path) -> None:
+    def point_at(self, folder: Path) -> None:
         """Name `folder` in `latest`, then remove all but the newest `keep` up to it.
 
         What came after it goes too: a kill has left it, or somebody has pointed `latest` at an older one.

@@ -17,13 +17,17 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 class Journal:
     """Appends lines; the lines of a step appear together. Only rank 0 writes."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        """Keep what was written before step `step` (counting from 0), drop the rest."""
+    def __init__(self, folder: Path, step: int, *, validated: bool = True) -> None:
+        """Keep what was written before step `step` (counting from 0), drop the rest.
+
+        Not `validated`: the validation after the last step kept is still to come, whatever a killed run has written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._files = {}
         for name in (METRICS, TIMINGS):
             path = folder / name
-            kept = [line for line in read(path) if line["step"] <= step]
+            again = None if validated else (step, "validation")
+            kept = [line for line in read(path) if line["step"] <= step and (line["step"], line.get("split")) != again]
             text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 path.write_text(text, encoding="utf-8")

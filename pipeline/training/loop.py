@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from pipeline.training.metrics import Sums, report
 from pipeline.training.objective import FrozenTensors
 from pipeline.training.optimizer import LearningRate
 from pipeline.training.terms import Terms
+from pipeline.training.validation import Begun, validate
 
 
 class Events(Protocol):
@@ -31,12 +32,17 @@ class Events(Protocol):
 
     def validated(self, done: int, numbers: dict[str, float]) -> None: ...
 
-    def save(self, done: int) -> None: ...
+    def save(self, done: int, begun: Begun | None = None) -> None:
+        """`begun` is the validation of this step, where it is left to the next start."""
+        ...
 
 
 @dataclass
 class Run:
-    """Everything the loop needs. Steps `start` ... `stop` - 1 are run; `done` counts finished steps."""
+    """Everything the loop needs. Steps `start` ... `stop` - 1 are run; `done` counts finished steps.
+
+    `begun` is what the last start has left of the validation after step `start`.
+    """
 
     engine: Engine
     frozen: FrozenTensors
@@ -54,6 +60,7 @@ class Run:
     workers: int = 1
     validate_every: int = 500
     save_every: int = 500
+    begun: Begun | None = None
     _trail: list[tuple[tuple[str, ...], torch.Tensor]] = field(default_factory=list)
 
 
@@ -65,18 +72,30 @@ def train(run: Run) -> None:
         DataError: a loss or gradient is not finite; names the samples.
     """
     ranks = run.engine.ranks
+    if run.begun is not None:
+        _end_step(run, run.start, run.begun, None)
     options = {"rank": ranks.rank, "world": ranks.world, "budget": run.budget, "workers": run.workers}
     for step in feed(run.schedule, run.reader, start=run.start, stop=run.stop, **options):
         done = step.number + 1
         numbers, timing, reason = take(run, step)
         run.events.stepped(done, numbers, timing)
-        ends = done == run.stop or reason is not None
-        if run.validation and (done % run.validate_every == 0 or done == run.stop):
-            run.events.validated(done, validate(run))
-        if ends or done % run.save_every == 0:
-            run.events.save(done)
-        if reason is not None and done < run.stop:
-            raise Stopped(reason)
+        due = bool(run.validation) and (done % run.validate_every == 0 or done == run.stop)
+        _end_step(run, done, Begun() if due else None, reason)
+
+
+def _end_step(run: Run, done: int, begun: Begun | None, reason: str | None) -> None:
+    """Validate, save and stop where these are due. A stop leaves what it can of a validation to the next start."""
+    if begun is not None and reason is None:
+        found = validate(run, begun)
+        if isinstance(found, Begun):
+            begun, reason = found, _agree(run)
+        else:
+            begun = None
+            run.events.validated(done, found)
+    if done in (run.start, run.stop) or reason is not None or done % run.save_every == 0:
+        run.events.save(done, begun)
+    if reason is not None and (done < run.stop or begun is not None):
+        raise Stopped(reason)
 
 
 def take(run: Run, step: Step) -> tuple[dict[str, float], dict[str, float], str | None]:
@@ -126,21 +145,3 @@ def _guard(run: Run, sums: Sums, norm: float, number: int) -> None:
         f"step {number + 1}: {what} is not finite. Samples of the micro-batches concerned: {samples}. Nothing of this "
         "step was saved; check these rows with `dspark doctor`, or lower train.learning_rate"
     )
-
-
-@torch.no_grad()
-def validate(run: Run) -> dict[str, float]:
-    """Numbers over the validation rows, each counted once whatever the ranks; anchors are those of epoch 0."""
-    ranks = run.engine.ranks
-    rows = run.validation
-    schedule = Schedule(len(rows), run.schedule.global_batch_size, lambda epoch: rows)
-    run.engine.module.eval()
-    options: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "budget": run.budget, "workers": run.workers}
-    sums: Sums | None = None
-    for step in feed(schedule, run.reader, start=0, stop=schedule.steps_per_epoch, **options):
-        for batch in step.batches:
-            _, part = run.engine.forward(batch.to(ranks.device, run.dtype), run.frozen, 0.0, 0.0, last=False)
-            sums = part if sums is None else sums.plus(part)
-    assert sums is not None
-    run.engine.settle()
-    return report(Sums.of_flat(ranks.sum(sums.flat()).cpu()), run.terms)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import atomic_path, read_json
 from pipeline.distributed import Engine
-from pipeline.training import sharded
 from pipeline.training.checkpoint import FORMAT, Saver, folder_of, random_state
 from pipeline.training.journal import METRICS, TIMINGS, Journal
+from pipeline.training.sharded import PartsWriter
 from pipeline.training.state import MOMENTS, Snapshot, gather
+from pipeline.training.validation import Begun
 
 Advance = Callable[..., None]
 _SHOWN = ("loss", "acceptance", "expected_tau")
@@ -33,15 +35,18 @@ class Recorder:
         tracker: Any = None,
         advance: Advance | None = None,
         spread: bool = False,
+        begun: Begun | None = None,
     ) -> None:
         """`facts` go into every checkpoint's state.json; `advance(1, **shown)` moves a progress bar; with `spread`
-        every rank writes its own part of a checkpoint, and moments are never gathered."""
-        self.spread, self.shapes = spread, dict(shapes)
+        every rank writes its own part of a checkpoint, and moments are never gathered; `begun` is what the checkpoint
+        of step `start` says of a validation that was broken off."""
+        self.spread, self.shapes, self.start, self.begun = spread, dict(shapes), start, begun
         self.engine, self.folder, self.tracker, self.advance = engine, folder, tracker, advance
         self.facts = facts or {}
         self.first = engine.ranks.rank == 0
-        self.journal = Journal(folder, start) if self.first else None
+        self.journal = Journal(folder, start, validated=begun is None) if self.first else None
         self.saver = Saver(folder / "checkpoints", keep, shapes) if self.first else None
+        self.parts = PartsWriter(engine, self.saver) if spread else None
         self.last: Snapshot | None = None
         self.best = self._read_best(start)
 
@@ -65,21 +70,25 @@ class Recorder:
                 self.tracker.metrics(named, step=done)
         if numbers["loss"] < self.best.get("loss", float("inf")):
             self.best = {"step": done, "loss": numbers["loss"]}
+            if self.parts is not None:
+                self.parts.wait()  # on every rank: what one of them met in the save before ends all here
             snapshot = self._snapshot(done)
             if self.saver is not None:
                 self.saver.submit_best(snapshot, self.best)
 
-    def save(self, done: int) -> None:
-        if self.spread:
-            facts = {"format": FORMAT, "shapes": self.shapes, **self._facts(done)}
-            folder = folder_of(self.folder / "checkpoints", done)
-            sharded.save(self.engine, folder, facts)
+    def save(self, done: int, begun: Begun | None = None) -> None:
+        validation = None if begun is None else asdict(begun)
+        if done == self.start:  # the step this run began with: its checkpoint stands
             if self.saver is not None:
-                self.saver.publish(folder)
-            return
-        self.last = self._snapshot(done)
-        if self.saver is not None:
-            self.saver.submit(self.last)
+                self.saver.amend(done, validation=validation)
+        elif self.parts is not None:
+            facts = {"format": FORMAT, "shapes": self.shapes, **self._facts(done), "validation": validation}
+            self.parts.submit(folder_of(self.folder / "checkpoints", done), facts)
+        else:
+            self.last = self._snapshot(done)
+            self.last.facts["validation"] = validation
+            if self.saver is not None:
+                self.saver.submit(self.last)
 
     def _snapshot(self, done: int) -> Snapshot:
         """The state after `done` steps; a collective."""
@@ -102,8 +111,9 @@ class Recorder:
         """Finish writing; raises what the last save raised."""
         if self.journal is not None:
             self.journal.close()
-        if self.saver is not None:
-            self.saver.close()
+        writer = self.parts or self.saver
+        if writer is not None:
+            writer.close()
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> None:

@@ -15,6 +15,7 @@ from pipeline.distributed import Ranks
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.training import checkpoint
 from pipeline.training.state import Snapshot
+from pipeline.training.validation import Begun
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Point:
     def fact(self, name: str) -> Any:
         """What the checkpoint's state.json says, None without one."""
         return None if self.snapshot is None else self.snapshot.facts.get(name)
+
+    @property
+    def begun(self) -> Begun | None:
+        """What a stop has left of this run's validation after step `start`."""
+        found = self.fact("validation") if self.start > self.first else None
+        return None if found is None else Begun(**found)
 
     @property
     def token_ids(self) -> Tensor | None:

@@ -141,6 +141,7 @@ class Session:
         recorder = Recorder(
             engine, self.context.artifact.path, start=point.start, keep=train.keep_checkpoints, shapes=expected,
             facts=facts, tracker=self.context.tracker, advance=advance, spread=train.sharded_checkpoints,
+            begun=point.begun,
         )  # fmt: skip
         recipe = setup.recipe_of(
             config, self.frozen.vocab_size, token_ids, last_hidden=self.drafter.config.uses_last_hidden
@@ -151,7 +152,7 @@ class Session:
             validation=self.split.validation.tolist(), terms=terms,
             rate=LearningRate.of(train, self.total - point.first), events=recorder, start=point.start, stop=self.total,
             first=point.first, dtype=dtype, budget=train.micro_batch_tokens, workers=train.workers,
-            validate_every=train.validate_every, save_every=train.save_every,
+            validate_every=train.validate_every, save_every=train.save_every, begun=recorder.begun,
         )  # fmt: skip
         return run, recorder
 

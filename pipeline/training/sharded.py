@@ -1,52 +1,88 @@
 """Checkpoints of drafters too large to gather: every rank writes its own part (`train.sharded_checkpoints`).
 
 The same folder, `latest` and facts as a gathered checkpoint, with the tensors in torch.distributed.checkpoint's form
-below `sharded/`. `checkpoint.load` reads either, whole, on any engine and number of ranks. The step waits for the save,
-because the parts are written from the tensors that train; all ranks need to see one file system.
+below `sharded/`. `checkpoint.load` reads either, whole, on any engine and number of ranks. The step waits for a copy of
+this rank's part in its CPU's memory, and training goes on while that is written; all ranks need to see one file system.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as read_parts
 from torch.distributed.checkpoint.state_dict_saver import save as write_parts
 
 from pipeline.artifact import atomic_path
 from pipeline.distributed import Engine
 from pipeline.errors import ArtifactError, StorageError
-from pipeline.training.checkpoint import unreadable
+from pipeline.training.checkpoint import Saver, Writer, unreadable
 from pipeline.training.state import MOMENTS, check, torch_state
 
 FOLDER = "sharded"
 
 
-def save(engine: Engine, folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write `folder`; a collective. It appears by rename, after every rank has written its part.
+class PartsWriter:
+    """Writes this rank's parts in a thread, together with those of the other ranks. Every rank has one.
 
-    Raises on every rank what any rank met: StorageError for a full disk, ArtifactError for tensors that are not those
-    of `facts["shapes"]`.
+    On rank 0 the thread is the saver's: what was given to that before is whole first.
     """
-    ranks, state = engine.ranks, torch_state(engine)
-    for kind, tensors in state.items():
-        check(tensors, facts["shapes"], f"step {facts['step']}, {kind}, before saving")
-    with atomic_path(folder) if ranks.rank == 0 else contextlib.nullcontext() as own:
-        temporary = Path(ranks.first(str(own)))
-        try:
-            write_parts(state, checkpoint_id=str(temporary / FOLDER), no_dist=ranks.world == 1)
-        except CheckpointException as error:
-            raise _readable(folder, error) from error
-        if own is not None:
-            (own / "state.json").write_text(json.dumps(dict(facts), sort_keys=True), encoding="utf-8")
+
+    def __init__(self, engine: Engine, saver: Saver | None) -> None:
+        """A collective: the threads talk in a process group of their own. `saver` is rank 0's."""
+        self.engine, self.saver = engine, saver
+        self._writer = Writer() if saver is None else saver
+        self._group = dist.new_group(backend="gloo") if engine.ranks.world > 1 else None
+
+    def submit(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Start writing `folder`. It appears by rename, after every rank has written its part; then `latest` names it.
+
+        Raises ArtifactError for tensors that are not those of `facts["shapes"]`, and on every rank what any rank met
+        in the save before: StorageError for a full disk.
+        """
+        self.wait()
+        state = torch_state(self.engine)
+        for kind, tensors in state.items():
+            check(tensors, facts["shapes"], f"step {facts['step']}, {kind}, before saving")
+        self._writer.start(partial(self._write, folder, BlockingAsyncStager().stage(state), facts))
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what the last save raised."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Finish writing; raises what the last save raised."""
+        self._writer.close()
+
+    def _write(self, folder: Path, state: Any, facts: Mapping[str, Any]) -> None:
+        with nullcontext() if self.saver is None else atomic_path(folder) as own:
+            where = [str(own)]
+            if self._group is not None:
+                dist.broadcast_object_list(where, group=self._group)
+            try:
+                write_parts(
+                    state,
+                    checkpoint_id=f"{where[0]}/{FOLDER}",
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+            except CheckpointException as error:
+                raise _readable(folder, error) from error
+            if own is not None:
+                (own / "state.json").write_text(json.dumps(dict(facts), sort_keys=True), encoding="utf-8")
+        if self.saver is not None:
+            self.saver.point_at(folder)
 
 
 def _first(error: CheckpointException) -> tuple[int, BaseException]:

@@ -8,8 +8,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+
+from pipeline.training import sharded, validation
 
 _FILE_OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 _seen = time.monotonic()
@@ -36,6 +41,12 @@ def kill_all(rank: int, done: int, _: str) -> None:
     """Both at once, right after step 6 was handed to the writer: the save may or may not be whole."""
     if done == 7:
         time.sleep(0.002 * rank)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_step(rank: int, done: int, step: str) -> None:
+    """`8`: every rank dies once step 8 is done."""
+    if done == int(step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -73,15 +84,67 @@ def kill_at_file(rank: int, done: int, when: str) -> None:
 
 
 def fill_disk_of_rank_1(rank: int, done: int, _: str) -> None:
-    """From step 4 on nothing that rank 1 writes reaches the disk."""
+    """Nothing of a save after step 4 that rank 1 writes reaches the disk; one before it may still be under way."""
     if rank == 1 and done == 4:
+        fsync = os.fsync
 
         def full(handle: int) -> None:
-            raise OSError(28, "No space left on device")
+            if "step-000003" not in str(Path(f"/proc/self/fd/{handle}").readlink()):
+                raise OSError(28, "No space left on device")
+            fsync(handle)
 
         os.fsync = full  # type: ignore[assignment]
 
 
+def hold_parts(rank: int, done: int, until: str) -> None:
+    """`5`: no part of a sharded checkpoint is written before step 5 is done."""
+    if _first_call(hold_parts):
+        write = sharded.write_parts
+
+        def held(*arguments: Any, **options: Any) -> Any:
+            assert _reached.wait(20), "training waits for the save"
+            return write(*arguments, **options)
+
+        sharded.write_parts = held
+    if done == int(until):
+        _reached.set()
+
+
+def signal_in_step(rank: int, done: int, when: str) -> None:
+    """`6/1`: SIGUSR1 reaches rank 1 in step 6."""
+    step, _, who = when.partition("/")
+    if rank == int(who) and done == int(step) - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def signal_in_validation(rank: int, done: int, when: str) -> None:
+    """`6+2/1`: SIGUSR1 reaches rank 1 at the 2nd global batch of the validation after step 6."""
+    _in_validation(rank, done, when, signal.SIGUSR1)
+
+
+def kill_in_validation(rank: int, done: int, when: str) -> None:
+    """The same with SIGKILL; `/all`: to every rank."""
+    _in_validation(rank, done, when, signal.SIGKILL)
+
+
+def _in_validation(rank: int, done: int, when: str, number: int) -> None:
+    moment, _, who = when.partition("/")
+    step, _, batch = moment.partition("+")
+    _last[0] = done
+    if not _first_call(_in_validation):
+        return
+    feed = validation.feed
+
+    def watched(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for found in feed(*arguments, **options):
+            if (_last[0], found.number + 1) == (int(step), int(batch)) and who in ("all", str(rank)):
+                os.kill(os.getpid(), number)
+            yield found
+
+    validation.feed = watched
+
+
+_reached, _last = threading.Event(), [0]
 _called: set[object] = set()
 
 

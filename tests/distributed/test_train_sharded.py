@@ -12,6 +12,7 @@ import torch
 
 from pipeline.errors import ArtifactError, StorageError
 from pipeline.training import checkpoint
+from pipeline.training.state import MOMENTS
 from tests.distributed.test_train_engines import NEEDS, close
 from tests.distributed.training import STEPS, steps
 from tests.ranks import run_ranks
@@ -99,6 +100,15 @@ def test_a_disk_that_is_full_for_one_rank_ends_all_and_keeps_the_save_before(tmp
     assert found is not None and checkpoint.load(found).step == 3
     lines = run_ranks(_run, 2, "fsdp2", str(tmp_path), 6, True, needs=NEEDS)[0][0]
     assert len(lines) == 3 and names(tmp_path / "checkpoints")[-2:] == ["step-000003", "step-000006"]
+
+
+def test_training_goes_on_while_parts_are_written(tmp_path: Path) -> None:
+    """Held back until two steps later, a save still is that of its own step, and `latest` names the one before."""
+    for name, sharded, hook in (("whole", False, ""), ("parts", True, "hold_parts:5")):
+        run_ranks(_run, 2, "fsdp2", str(tmp_path / name), 6, sharded, hook, needs=NEEDS)
+    whole, parts = (checkpoint.load(tmp_path / name / "checkpoints" / "step-000003") for name in ("whole", "parts"))
+    for found, wanted in ((parts.weights, whole.weights), *((parts.moments[k], whole.moments[k]) for k in MOMENTS)):
+        assert all(torch.equal(value, found[name]) for name, value in wanted.items())
 
 
 def test_a_left_part_of_a_killed_save_is_removed(spread: Path, tmp_path: Path) -> None:

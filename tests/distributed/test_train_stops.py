@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipeline.config import Train
 from pipeline.distributed import started
@@ -52,6 +53,62 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(whole, tmp_path: Path)
     folder = checkpoint.latest(tmp_path / "checkpoints")
     assert folder is not None and checkpoint.load(folder).step == 5 == len(metrics(tmp_path))
     finish(tmp_path, whole)
+
+
+HELD_OUT = tuple(range(18))  # four global batches
+
+
+def _validated(engine: str, folder: str, hook: str = "", validation: tuple[int, ...] = HELD_OUT) -> Any:
+    return steps(engine, folder, STEPS, hook=hook, validation=validation)
+
+
+def _best(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    best = folder / "checkpoints" / "best"
+    return json.loads((best / "best.json").read_text()), load_file(best / "weights.safetensors")
+
+
+INTERRUPTIONS = [  # hook, step whose validation is left, its global batches that were counted (None: all)
+    ("signal_in_step:6/{0}", 6, 0),
+    ("signal_in_validation:6+2/{0}", 6, 2),
+    ("kill_in_validation:6+4/all", 6, 2),
+    ("kill_at_step:8", 6, None),
+    ("signal_in_validation:12+1/{0}", 12, 1),
+    ("signal_in_validation:12+2/{0}", 12, 2),
+]
+
+
+@pytest.mark.case("SLM-01")
+@pytest.mark.case("DST-05")
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 2), (2, 1)], ids=str)
+def test_a_stop_does_not_wait_for_a_validation(worlds: tuple[int, int], tmp_path: Path) -> None:
+    """One signal after the other, and kills: metrics, weights and best step are those of the uninterrupted run."""
+    first, later = worlds
+    engines = {1: "single", 2: "ddp"}
+    whole = run_ranks(_validated, first, engines[first], str(tmp_path / "whole"), needs=NEEDS)[0][1]
+    folder = tmp_path / "cut"
+    for number, (hook, step, counted) in enumerate(INTERRUPTIONS):
+        world = first if number < 2 else later
+        arguments = (engines[world], str(folder), hook.format(world - 1))
+        results = run_ranks(_validated, world, *arguments, needs=NEEDS, catch=True, grace=1)
+        kind = Stopped if hook.startswith("signal") else (RankFailure, RuntimeError)
+        assert all(isinstance(result, kind) for result in results)
+        latest = checkpoint.latest(folder / "checkpoints")
+        assert latest is not None and latest.name == f"step-{step:06d}"
+        begun = checkpoint.load(latest).facts["validation"]
+        assert (None if begun is None else begun["next"]) == counted
+    weights = run_ranks(_validated, later, engines[later], str(folder), needs=NEEDS)[0][1]
+    assert weights is None, "nothing was left to train"
+    found = checkpoint.load(latest).weights
+    rows, expected = metrics(folder), metrics(tmp_path / "whole")
+    assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
+    (best, kept), (wanted, whole_kept) = _best(folder), _best(tmp_path / "whole")
+    assert best["step"] == wanted["step"]
+    if first == later:
+        assert rows == expected and best == wanted
+        assert all(torch.equal(value, found[name]) for name, value in whole.items())
+        assert all(torch.equal(value, kept[name]) for name, value in whole_kept.items())
+    else:
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
 
 
 @pytest.mark.case("DST-12")

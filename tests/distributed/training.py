@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipeline.training import checkpoint
 from pipeline.training.loop import Run, train
 from pipeline.training.optimizer import LearningRate, adamw
 from pipeline.training.recorder import Recorder
+from pipeline.training.resume import Point
 from pipeline.training.state import load_moments, load_weights, shapes
 from tests.distributed import hooks
 from tests.unit.training.world import World, world
@@ -36,15 +37,21 @@ def prepare(ranks: Ranks, made: World, folder: Path) -> tuple[Engine, Recorder, 
     if snapshot is not None:
         start = snapshot.step
         load_moments(engine, snapshot, start)
-    return (
-        engine,
-        Recorder(engine, folder, start=start, keep=2, shapes=expected, spread=made.train.sharded_checkpoints),
-        start,
-    )
+    recorder = Recorder(
+        engine, folder, start=start, keep=2, shapes=expected, spread=made.train.sharded_checkpoints,
+        begun=Point(snapshot, start).begun,
+    )  # fmt: skip
+    return engine, recorder, start
 
 
 def steps(
-    engine: str, folder: str, stop: int, dtype: torch.dtype = torch.float32, hook: str = "", **options: Any
+    engine: str,
+    folder: str,
+    stop: int,
+    dtype: torch.dtype = torch.float32,
+    hook: str = "",
+    validation: Sequence[int] = (0, 1, 2),
+    **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor] | None]:
     """Train to step `stop`, going on from what `folder` holds; (numbers of each step, final weights on rank 0).
 
@@ -68,10 +75,10 @@ def steps(
 
         recorder.stepped = stepped  # type: ignore[method-assign]
         run = Run(
-            engine=prepared, frozen=made.frozen, schedule=made.schedule, reader=made.reader, validation=(0, 1, 2),
+            engine=prepared, frozen=made.frozen, schedule=made.schedule, reader=made.reader, validation=validation,
             terms=made.terms, rate=LearningRate.of(made.train, STEPS), events=recorder, start=start, stop=stop,
             dtype=dtype, budget=60, workers=int(os.environ.get("TEST_WORKERS", "1")), validate_every=6,
-            save_every=3,
+            save_every=3, begun=recorder.begun,
         )  # fmt: skip
         try:
             train(run)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.training import recorder
+from pipeline.training.journal import METRICS, Journal, read
 from pipeline.training.recorder import Recorder
 from pipeline.training.state import MOMENTS, Snapshot
 
@@ -46,6 +47,17 @@ def test_the_lowest_validation_loss_is_kept_the_earlier_of_equals(engine: Any, t
     folder = tmp_path / "checkpoints" / "best"
     assert json.loads((folder / "best.json").read_text()) == best
     assert load_file(folder / "weights.safetensors")["w"].item() == 6.0
+
+
+def test_a_validation_that_a_stop_has_left_is_recorded_once(tmp_path: Path) -> None:
+    """A kill may fall between its row and the checkpoint that says it is done: it is done again."""
+    journal = Journal(tmp_path, 0)
+    for step, split in ((3, "train"), (3, "validation"), (6, "train"), (6, "validation"), (7, "train")):
+        journal.write(METRICS, {"step": step, "split": split})
+    journal.close()
+    for validated, count in ((True, 4), (False, 3)):
+        Journal(tmp_path, 6, validated=validated).close()
+        assert len(list(read(tmp_path / METRICS))) == count
 
 
 def test_a_resumed_run_knows_the_best_before_it_and_forgets_one_after_it(engine: Any, tmp_path: Path) -> None:
