@@ -1,6 +1,6 @@
 # make run     the whole chain on SmolLM2: data to a measured, exported drafter, and a table at the end
 # make test    all tests          make check   lint, format, types, import directions
-# make prove   full-size proofs   make bench   speed and memory against the eager twins
+# make prove   full-size proofs   make bench   training step, target shards, decoding: speed, memory
 # make ui      MLflow on the runs in $(WORK)    make clean   build leftovers, never the work directory
 # Each sets itself up first. Needs Python 3.11 or newer, make and git. PYTHON=python3.12 picks another interpreter.
 
@@ -15,6 +15,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 SMOLLM2 := work/models/smollm2-135m-instruct
+DEMO := work/runs/smollm2
 QUIET := OMP_NUM_THREADS=1 GOMP_SPINCOUNT=0
 
 .DEFAULT_GOAL := run
@@ -44,8 +45,12 @@ check: $(READY)
 prove: $(READY) $(SMOLLM2)/config.json
 	$(QUIET) $(PY) -m pytest --prove -m prove --proof-table $(WORK)/proofs $(PYTEST_ARGS)
 
-bench: $(READY)
+bench: $(READY) $(SMOLLM2)/config.json
 	$(QUIET) $(PY) -m tools.bench $(ARGS)
+	$(QUIET) $(PY) -m tools.bench_targets --model $(SMOLLM2)
+	@if [ -f $(DEMO)/train/manifest.json ]; \
+	  then $(QUIET) $(PY) -m tools.bench_decoding -c configs/smollm2.yaml; \
+	  else echo "decoding: not measured, there is no trained drafter ($(DEMO)/train); make run first"; fi
 
 ui: $(READY)
 	@test -f $(WORK)/mlflow.db || { echo "$(WORK)/mlflow.db: no run yet; make run"; exit 2; }

@@ -1,7 +1,8 @@
 """Speed and memory of the training step against the reference's way of computing it (`tools/bench_baseline.py`).
 
-    python -m tools.bench [--quick] [--json FILE] [--device cpu|cuda] [--repeats N]        (make bench ARGS=...)
+    python -m tools.bench [--quick] [--json FILE] [--device cpu|cuda] [--repeats N]
 
+`make bench ARGS=...` runs this, then `tools.bench_targets`, and `tools.bench_decoding` where `make run` left a drafter.
 Every comparison is paired and interleaved (ours, reference, ours, ...); the medians of the pairs are reported, so a
 machine that slows down in between slows both. Memory is the peak above what was resident before the step: the resident
 set on a CPU, allocated bytes on CUDA. Two CPU cores need about ten minutes and 12 GB for everything.

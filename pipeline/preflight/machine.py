@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipeline.config import Config
 
@@ -25,6 +26,9 @@ def problems(config: Config, stages: Sequence[str]) -> Iterator[str]:
     """What of the settings needs more than this machine has, where one of `stages` would use them here."""
     if set(stages) & set(COMPUTING):
         yield from _target(config)
+    streamed = "targets" in stages and config.targets.mode == "streamed"
+    if streamed and (problem := transport_problem(str(config.targets.url))):
+        yield f"targets.url: {problem}"
     if "train" in stages and config.train.published is None:
         yield from _train(config)
 
@@ -51,3 +55,19 @@ def _train(config: Config) -> Iterator[str]:
             yield "train.compile: torch.compile needs Triton on a GPU, and it is not installed; set it to false"
     elif shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
         yield f"train.compile: torch.compile needs a C++ compiler, and {compiler} (CXX) is not there; set it to false"
+
+
+def transport_problem(url: str) -> str | None:
+    """Why nothing can be read from a URL here; None when its transport is installed. Asks no server."""
+    scheme = urlsplit(url).scheme
+    if scheme in ("", "file", "pipe"):
+        return None
+    if scheme in ("http", "https"):
+        return None if shutil.which("curl") else f"{scheme}:// goes through curl, which is not installed"
+    from fsspec.registry import get_filesystem_class
+
+    try:
+        get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:  # its package is not installed, or nobody knows the scheme
+        return f"{scheme}:// cannot be read here ({error}); or read through a command: pipe:COMMAND {{}}"
+    return None

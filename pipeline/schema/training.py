@@ -22,7 +22,7 @@ class Targets(Section):
     max_skip_fraction: Fraction = result(0.01, "the stage fails when a larger share of rows is not finite")
     batch_tokens: Count = execution(8192, "tokens per forward, padding included")
     max_bytes: Count | None = execution(None, "rolling and streamed: the disk never holds more")
-    url: str | None = execution(None, "streamed: the finished cache; http(s), gs, hf, a folder, or pipe:COMMAND {}")
+    url: str | None = execution(None, "streamed: the finished cache; http(s), hf, s3, gs, a folder, or pipe:COMMAND {}")
 
     def problems(self) -> Iterator[str]:
         if self.mode in ("rolling", "streamed") and self.max_bytes is None:

@@ -1,13 +1,14 @@
 """A finished artifact under a URL: its files, one after the other, and whether it is the one that is wanted.
 
-    remote = Remote("https://store/targets/3f2a…")     # what webdataset opens: http(s), gs, hf, a folder,
+    remote = Remote("https://store/targets/3f2a…")     # http(s), s3, gs, hf://datasets/owner/name/…, a folder,
                                                         # or "pipe:aws s3 cp s3://bucket/targets/3f2a…/{} -"
     manifest = remote.manifest()
     refuse_another(manifest, expected, remote.url)
     with remote.open("train-00003.tar") as stream: ...
 
 http(s) goes through curl, which asks again after a refusal that may pass (408, 429, 5xx: after 1, 2 and 4 s) and gives
-up a transfer that stands still for a minute.
+up a transfer that stands still for a minute. Folders and commands go through webdataset, every other scheme through
+fsspec and the package it names for it (s3fs, gcsfs …), which find credentials as they always do.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
+import fsspec
 from webdataset.gopen import gopen
 
 from pipeline import stopping
 from pipeline.artifact import Artifact
 from pipeline.differences import differences
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.preflight.machine import transport_problem
 from pipeline.progress import say
 
 BLOCK = 1 << 20
@@ -44,9 +47,14 @@ class NotArrived(ArtifactError):
 
 
 class Remote:
-    """The folder of an artifact, read from elsewhere. `{}` in a URL marks the place of the file's name."""
+    """The folder of an artifact, read from elsewhere. `{}` in a URL marks the place of the file's name.
+
+    Raises ConfigError where what reads such a URL is not installed.
+    """
 
     def __init__(self, url: str) -> None:
+        if problem := transport_problem(url):
+            raise ConfigError(f"{url}: {problem}")
         self.url = url.rstrip("/")
 
     def where(self, name: str) -> str:
@@ -79,8 +87,8 @@ class Stream:
         self.where, self.bytes = where, 0
         self._hash, self._ended = hashlib.sha256(), False
         try:
-            self._raw = gopen(_opened(where))
-        except Exception as error:  # noqa: BLE001 - gopen raises as each transport likes
+            self._raw = _opened(where)
+        except Exception as error:  # noqa: BLE001 - each transport raises as it likes
             raise NotArrived(f"{where}: cannot be opened ({error})") from error
 
     def __str__(self) -> str:
@@ -98,7 +106,7 @@ class Stream:
                 data = self._raw.read(size)
             if not data and size != 0:
                 self._end()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             status = getattr(self._raw, "status", None)
             why = f"its command ended with status {status}" if status else error
             raise NotArrived(f"{self.where}: the transfer failed after {self.bytes} bytes ({why})") from error
@@ -127,11 +135,15 @@ class Stream:
         self.close()
 
 
-def _opened(where: str) -> str:
+def _opened(where: str) -> IO[bytes]:
     scheme = urlsplit(where).scheme
     if scheme in ("http", "https"):
-        return f"pipe:{shlex.join([*_CURL, where])}"
-    return where if scheme else f"file:{where}"
+        where = f"pipe:{shlex.join([*_CURL, where])}"
+    elif scheme not in ("", "file", "pipe"):
+        opened: IO[bytes] = fsspec.open(where, "rb").open()
+        return opened
+    raw: IO[bytes] = gopen(where if scheme else f"file:{where}")
+    return raw
 
 
 def retried(attempt: Callable[[], T]) -> T:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
 from pipeline.artifact import Artifact
-from pipeline.errors import ArtifactError
+from pipeline.config import load
+from pipeline.errors import ArtifactError, ConfigError
+from pipeline.preflight import machine
 from pipeline.shards.reader import ShardReader
+from pipeline.shards.remote import NotArrived
 from pipeline.shards.stream import ShardStream
 from tests.store import Store, serving
 from tests.unit.shards.cache import build, spec_of
@@ -97,3 +102,52 @@ def test_folders_and_pipes_are_urls_too(served: tuple[Artifact, Store], tmp_path
     public = tmp_path / "public"
     for url in (str(public), f"pipe:cat {public}/{{}}"):
         assert len(list(ShardStream.open(url).samples(seed=0, epoch=0))) == 21
+
+
+@pytest.fixture
+def bucket(served: tuple[Artifact, Store], tmp_path: Path) -> Iterator[str]:
+    """The same folder as object storage that fsspec knows: in memory, as s3 and gs are behind their packages."""
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path / "public"), "/bucket/targets/", recursive=True)
+    yield "memory://bucket/targets/public" if store.exists("/bucket/targets/public") else "memory://bucket/targets"
+    store.rm("/bucket", recursive=True)
+
+
+def test_any_scheme_that_fsspec_opens_is_a_url_too(served: tuple[Artifact, Store], bucket: str) -> None:
+    plain, stored = (ShardStream.open(url) for url in (served[1].url, bucket))
+    names = [[sample.metadata["id"] for _, sample in each.samples(seed=0, epoch=0)] for each in (plain, stored)]
+    assert names[0] == names[1] and len(names[0]) == 21
+    shard = f"{bucket}/{stored.shards[0]['file']}"
+    with fsspec.open(shard, "rb") as file:
+        data = file.read()
+    with fsspec.open(shard, "wb") as file:
+        file.write(data[: len(data) // 2])
+    with pytest.raises(ArtifactError, match=str(stored.shards[0]["file"])):
+        list(stored.samples(seed=0, epoch=0))
+    fsspec.filesystem("memory").rm(shard)
+    with pytest.raises(NotArrived, match=str(stored.shards[0]["file"])):
+        list(stored.samples(seed=0, epoch=0))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "told"), [("s3", "Install s3fs"), ("gs", "install gcsfs"), ("nonsense", "Protocol not known: nonsense")]
+)
+def test_a_url_whose_package_is_not_installed_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, told: str
+) -> None:
+    """With the package's name, exit code 2, and at once: no attempt is made that would be repeated."""
+    registry = importlib.import_module("fsspec.registry")  # `fsspec.registry` is something else
+    absent = {name: {**registry.known_implementations[name], "class": "absent.X"} for name in ("s3", "gs")}
+    monkeypatch.setattr(registry, "known_implementations", absent)
+    monkeypatch.setattr(registry, "_registry", {})
+    with pytest.raises(ConfigError, match=told):
+        ShardStream.open(f"{scheme}://bucket/targets")
+    streamed = ["targets.mode=streamed", "targets.max_bytes=9", f"targets.url={scheme}://bucket/targets"]
+    (problem,) = machine.problems(load("configs/debug.yaml", streamed), ["targets"])
+    assert problem.startswith(f"targets.url: {scheme}://") and told in problem and "pipe:COMMAND {}" in problem
+
+
+def test_http_needs_curl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert "curl, which is not installed" in str(machine.transport_problem("https://store/x"))
+    assert machine.transport_problem("/a/folder") is machine.transport_problem("pipe:cat {}") is None

@@ -36,15 +36,19 @@ def test_a_resumed_run_sees_the_same_rows_in_the_same_steps(workers: int) -> Non
 
 
 @pytest.mark.case("LDR-08")
-def test_skipping_reads_nothing() -> None:
-    """Going on at step 4 does not decode the rows of the steps before."""
-    made = world(rows=11, batch=3)
-    rows = made.reader.rows
+@pytest.mark.parametrize(("rows", "batch", "step"), [(11, 3, 4), (1_400_000, 8, 125_000)])
+def test_skipping_reads_nothing(rows: int, batch: int, step: int) -> None:
+    """Going on at step 4, or at sample 1,000,000, neither decodes nor looks at the rows of the steps before."""
+    made = world(rows=rows, batch=batch)
+    source = made.reader.rows
     seen: list[int] = []
-    read = rows.read
-    rows.read = lambda numbers: seen.extend(numbers) or read(numbers)  # type: ignore[method-assign]
-    keys(made, 4, 5, workers=0)
-    assert sorted(seen) == sorted(made.schedule.batch(4))
+    looked: list[int] = []
+    read, tokens = source.read, source.tokens
+    source.read = lambda numbers: seen.extend(numbers) or read(numbers)  # type: ignore[method-assign]
+    source.tokens = lambda row: looked.append(row) or tokens(row)  # type: ignore[method-assign]
+    keys(made, step, step + 1, workers=0)
+    wanted = sorted(made.schedule.batch(step))
+    assert len(wanted) == batch and sorted(seen) == wanted and sorted(set(looked)) == wanted
 
 
 @pytest.mark.case("LDR-04")
