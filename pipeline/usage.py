@@ -29,7 +29,7 @@ _RESET_PEAK = "5"  # what /proc/self/clear_refs wants to hear to start a new pea
 @contextlib.contextmanager
 def recorded(folder: Path, tell: Callable[[dict[str, float]], None]) -> Iterator[None]:
     """Append this attempt's line to `folder/usage.jsonl`, however it ends; `tell` gets the numbers as well."""
-    _give_back_memory()
+    give_back_memory()
     reset = reset_peak()
     cpu, wall, whole = cpu_seconds(), time.monotonic(), False
     try:
@@ -103,8 +103,8 @@ def _accelerator() -> dict[str, float]:
     return {"accelerator_peak_bytes": float(torch.cuda.max_memory_allocated())}
 
 
-def _give_back_memory() -> None:
-    """Return what earlier stages of this process freed: glibc keeps blocks below 32 MB, gigabytes after decoding."""
+def give_back_memory() -> None:
+    """Return what was freed to the system: glibc keeps blocks below 32 MB, gigabytes after decoding."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -16,10 +16,10 @@ from typing import Any
 
 from pipeline import chain as chain_table
 from pipeline.config import load
-from pipeline.corpus.prompts import load_prompts
+from pipeline.corpus.prompts import choose, load_prompts
 from pipeline.decoding.playing import Player
 from pipeline.decoding.rounds import Clock
-from pipeline.decoding.units import choose, timing
+from pipeline.decoding.units import timing
 from pipeline.identity import target_folder
 from pipeline.progress import say
 

@@ -10,7 +10,8 @@ neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def load_prompts(name: str, *, data: Artifact | None = None) -> list[Prompt]:
     if not prompts:
         raise DataError(f"prompt set {name}: holds no prompt")
     return prompts
+
+
+def choose(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """`count` prompts (None: all), the same ones every time and from all over the set: those whose ids hash lowest."""
+    if count is None or count >= len(prompts):
+        return list(prompts)
+    return sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.id.encode()).digest())[:count]
 
 
 def split_prompts(data: Artifact, split: str) -> Iterator[Prompt]:

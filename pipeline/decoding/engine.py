@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from pipeline.decoding.cache import RaggedCache
+from pipeline.decoding.portions import PREFILL
 from pipeline.decoding.randoms import uniforms
 from pipeline.decoding.rounds import Clock, Engine, FullBlock, Outcome, Policy, Rows
 from pipeline.speculative.verify import Drafted, Law, verify
-
-_PREFILL_TOKENS = 4096
 
 
 @dataclass
@@ -146,7 +145,7 @@ class _Batch:
         while free and self.queue:
             group: list[tuple[int, _Row]] = []
             widest = len(self.queue[-1].prompt)
-            while free and self.queue and (len(group) + 1) * widest <= max(_PREFILL_TOKENS, widest):
+            while free and self.queue and (len(group) + 1) * widest <= max(PREFILL, widest):
                 group.append((free.pop(0), self.queue.pop()))
             self._prefill(group)
             free += [slot for slot, _ in group if self.active[slot] is None]

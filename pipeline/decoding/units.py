@@ -6,7 +6,6 @@ facts hold the timings. Everything reported later is summed from these lines, so
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,13 +40,6 @@ class Unit:
 def slug(prompt_set: str) -> str:
     """A prompt set's name as part of a file name."""
     return Path(prompt_set).name.split(".", 1)[0] if "/" in prompt_set or "." in prompt_set else prompt_set
-
-
-def choose(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """`count` prompts (None: all), the same ones every time and from all over the set: those whose ids hash lowest."""
-    if count is None or count >= len(prompts):
-        return list(prompts)
-    return sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.id.encode()).digest())[:count]
 
 
 def plan(settings: Evaluate, sets: Mapping[str, Sequence[Prompt]]) -> list[Unit]:

@@ -16,11 +16,10 @@ from pipeline.artifact import write_json
 from pipeline.benchmarks import HELDOUT
 from pipeline.chain import resolve
 from pipeline.config import Config
-from pipeline.corpus.prompts import load_prompts
+from pipeline.corpus.prompts import choose, load_prompts
 from pipeline.decoding import codec_study as study
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import codec_plot
-from pipeline.decoding.units import choose
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.identity import target_folder
 from pipeline.progress import progress, say

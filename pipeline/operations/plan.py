@@ -12,9 +12,11 @@ import argparse
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipeline.artifact import Artifact, read_json
 from pipeline.chain import resolve
@@ -28,7 +30,8 @@ from pipeline.operations.costs.chain import Cost, Setting, price
 from pipeline.operations.costs.disk import cache_bytes, targets_bytes
 from pipeline.operations.costs.hardware import UTILISATION, Device
 from pipeline.operations.costs.predict import predict
-from pipeline.operations.costs.work import ASSUMED_TAU
+from pipeline.operations.costs.rates import Rates
+from pipeline.operations.costs.work import ASSUMED_TAU, TAU_RANGE
 from pipeline.operations.status import describe
 from pipeline.preflight import default_layers
 from pipeline.progress import say
@@ -55,7 +58,9 @@ def plan(config: Config, arguments: argparse.Namespace) -> None:
         rates = measure(setting)
         predicted = predict(setting, rates)
         compared += compare.usage_of(predicted, chain)
-        facts["calibration"] = {"rates": asdict(rates), "stages": [asdict(one) for one in predicted]}
+        facts["calibration"] = {
+            "rates": asdict(rates), "stages": [asdict(one) for one in predicted], "by_tau": by_tau(setting, rates),
+        }  # fmt: skip
     facts["compared"] = [{**asdict(one), "error": one.error} for one in compared]
     if arguments.json:
         say(json.dumps(facts, indent=1), result=True)
@@ -76,8 +81,7 @@ def setting_of(config: Config, chain: dict[str, Artifact], arguments: argparse.N
         tokens_per_row=_positive(arguments.tokens_per_row, "--tokens-per-row") if arguments.tokens_per_row else None,
         share=_positive(arguments.supervised_share, "--supervised-share") if arguments.supervised_share else None,
     )  # fmt: skip
-    tau = _positive(arguments.tau, "--tau") if arguments.tau else _measured_tau(chain) or ASSUMED_TAU
-    return Setting(config, shape, draft, spec_of(config, shape), found, tau)
+    return Setting(config, shape, draft, spec_of(config, shape), found, *tau_of(chain, arguments.tau))
 
 
 def described_target(config: Config) -> dict[str, Any]:
@@ -114,13 +118,34 @@ def _chain(config: Config) -> tuple[dict[str, Artifact], list[str]]:
         return {}, list(error.problems)
 
 
-def _measured_tau(chain: dict[str, Artifact]) -> float | None:
-    """The accepted length a finished evaluation of this very chain found, over its prompt sets and temperatures."""
-    if "evaluate" not in chain or not chain["evaluate"].complete:
-        return None
-    records = read_json(chain["evaluate"].path / "report.json")["records"]
-    found = [record["tau"] for record in records if record["drafter"] != "prompt-lookup" and record["tau"]]
-    return sum(found) / len(found) if found else None
+def tau_of(chain: dict[str, Artifact], given: str | None) -> tuple[float, str]:
+    """The accepted length to price with, and where it is from: given; what a finished evaluation of this very chain
+    found, over its prompt sets and temperatures, or else calibrate's rounds; assumed.
+    """
+    if given:
+        return _positive(given, "--tau"), "given"
+    evaluate, calibrate = chain.get("evaluate"), chain.get("calibrate")
+    found: list[float] = []
+    if evaluate is not None and evaluate.complete:
+        records = read_json(evaluate.path / "report.json")["records"]
+        pooled = [record for record in records if record["domain"] is None and record["drafter"] != "prompt-lookup"]
+        found = [record["tau"] for record in pooled if record["tau"]]
+    elif calibrate is not None and calibrate.complete:
+        for path in calibrate.path.glob("records-T*.npz"):
+            with np.load(path) as stored:
+                found.append(float((stored["accepted"] + ~stored["stopped"]).mean()))
+    return (sum(found) / len(found), "measured") if found else (ASSUMED_TAU, "assumed")
+
+
+def by_tau(setting: Setting, rates: Rates) -> dict[str, dict[float, float]]:
+    """CPU-seconds of the stages that decode with a drafter over the range tau is usually in; {} once it is known."""
+    if setting.tau_source != "assumed":
+        return {}
+    drafted = [stage for stage, runs in setting.decodings.items() if any(run.drafted for run in runs)]
+    found = {
+        tau: {one.stage: one.cpu_seconds for one in predict(replace(setting, tau=tau), rates)} for tau in TAU_RANGE
+    }
+    return {stage: {tau: seconds[stage] for tau, seconds in found.items()} for stage in drafted}
 
 
 def _positive(text: str, name: str) -> float:
@@ -145,6 +170,7 @@ def _facts(setting: Setting, device: Device, costs: list[Cost]) -> dict[str, Any
         "corpus": counts,
         "hardware": vars(device),
         "tau": setting.tau,
+        "tau_source": setting.tau_source,
         "stages": [cost.plain() for cost in costs],
         "cache_bytes_per_token": whole / corpus.tokens,
         "cache_bytes": whole,
@@ -171,7 +197,7 @@ def _told(
     yield (
         f"corpus: {corpus.rows:,} rows, {corpus.tokens:,} tokens, {corpus.supervised:,} supervised ({corpus.source})"
     )
-    yield f"drafter: {setting.draft.kind}, tau {setting.tau:.3g} (measured once evaluate is done, else assumed)"
+    yield f"drafter: {setting.draft.kind}, tau {setting.tau:.3g} ({setting.tau_source})"
     yield ""
     yield from _stage_table(costs)
     yield (
@@ -237,12 +263,19 @@ def _stage_table(costs: list[Cost]) -> Iterator[str]:
 
 
 def _calibrated(found: dict[str, Any]) -> Iterator[str]:
-    seconds = found["rates"]["seconds"]
-    yield f"this machine, measured in {seconds:.0f} s: CPU-seconds on however many threads, memory of one process"
+    rates = found["rates"]
+    yield (
+        f"this machine, measured in {rates['seconds']:.0f} s with {rates['threads']} thread(s): CPU-seconds of all "
+        "threads, resident memory of one process"
+    )
     yield f"  {'stage':10s} {'CPU-seconds':>11s} {'peak memory':>11s}"
     for row in found["stages"]:
-        yield f"  {row['stage']:10s} {row['cpu_seconds']:11,.0f} {show_bytes(row['peak_memory_bytes']):>11s}"
+        peak = "-" if row["peak_memory_bytes"] is None else show_bytes(row["peak_memory_bytes"])
+        yield f"  {row['stage']:10s} {row['cpu_seconds']:11,.0f} {peak:>11s}"
     yield f"  {'in all':10s} {sum(row['cpu_seconds'] for row in found['stages']):11,.0f}"
+    yield f"  and {rates['start_cpu_seconds']:.0f} CPU-seconds for every process that is started"
+    for stage, at_tau in found["by_tau"].items():
+        yield f"  {stage}: " + ", ".join(f"{seconds:,.0f} s at tau {tau:g}" for tau, seconds in at_tau.items())
 
 
 def _shown(what: str, value: float) -> str:

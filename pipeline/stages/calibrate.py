@@ -15,13 +15,12 @@ from typing import Any
 
 from pipeline.artifact import Artifact, sha256_file, write_json
 from pipeline.chain import StageContext, share
-from pipeline.corpus.prompts import Prompt, load_prompts, split_prompts
+from pipeline.corpus.prompts import Prompt, choose, load_prompts, split_prompts
 from pipeline.decoding.calibration import calibrate, join, mean, save_records
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import reliability_plot
 from pipeline.decoding.portions import CHUNK
 from pipeline.decoding.recorded import import_shards
-from pipeline.decoding.units import choose
 from pipeline.draft.io import TENSORS, read_description
 from pipeline.errors import DataError
 from pipeline.progress import progress, say

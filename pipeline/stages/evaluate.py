@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 from pipeline.artifact import read_json, sha256_file
 from pipeline.chain import StageContext, share
-from pipeline.corpus.prompts import load_prompts
+from pipeline.corpus.prompts import choose, load_prompts
 from pipeline.decoding.calibration import read_calibration
 from pipeline.decoding.lab_report import lab_of
 from pipeline.decoding.playing import Player
 from pipeline.decoding.policies import Calibrated, policy_for
 from pipeline.decoding.summary import gather, make_report, taus, tell, write_files
-from pipeline.decoding.units import Unit, choose, plan, run_unit
+from pipeline.decoding.units import Unit, plan, run_unit
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.io import TENSORS, read_description
 from pipeline.progress import progress, say

@@ -49,7 +49,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything prices are made from: the configuration, shapes, the corpus, and the accepted length assumed."""
+    """Everything prices are made from: the configuration, shapes, the corpus, and the accepted length.
+
+    `tau_source` says where that is from: given, measured, or assumed (nothing is known before training).
+    """
 
     config: Config
     shape: Shape
@@ -57,6 +60,7 @@ class Setting:
     spec: Spec
     corpus: Corpus
     tau: float = work.ASSUMED_TAU
+    tau_source: str = "assumed"
 
     @property
     def training(self) -> work.Training:
@@ -153,7 +157,7 @@ def _decoding(setting: Setting, device: Device, stage: str) -> Cost:
         flops += own
     parts = [memory.decoding_memory(config, setting.shape, setting.draft, run, ranks=count) for run in runs]
     largest = max(parts, key=lambda one: sum(one.values()))
-    note = f"tau {setting.tau:g} assumed" if any(run.drafted for run in runs) else ""
+    note = f"tau {setting.tau:.3g} {setting.tau_source}" if any(run.drafted for run in runs) else ""
     return Cost(stage, flops=flops, device_seconds=seconds, devices=count, memory=largest, note=note)
 
 
@@ -164,9 +168,9 @@ def _profile(setting: Setting, device: Device, stage: str) -> Cost:
         return Cost(stage, note="not measured here")
     flops = work.profile_flops(config, shape, amount)
     run = work.Decoding(
-        settings.dtype, drafted=False, prompts=0, prompt_tokens=0.0, rounds=0.0, row_rounds=0.0,
-        step_tokens=ROW_TOKENS, rows=rows_of(settings.max_batch_tokens), context=settings.context_length,
-        longest=settings.context_length + ROW_TOKENS, units=1,
+        settings.dtype, temperature=0.0, drafted=False, prompts=0, prompt_tokens=0.0, prefill_tokens=0, rounds=0.0,
+        row_rounds=0.0, step_tokens=ROW_TOKENS, rows=rows_of(settings.max_batch_tokens),
+        context=settings.context_length, longest=settings.context_length + ROW_TOKENS, units=1,
     )  # fmt: skip
     return Cost(
         stage, flops=flops, device_seconds=device.seconds(flops, work.profile_bytes(config, shape, amount)),

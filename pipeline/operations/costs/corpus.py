@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pipeline.artifact import Artifact
+from pipeline.benchmarks import HELDOUT
 from pipeline.config import Config
+from pipeline.corpus.prompts import Prompt, choose, load_prompts, split_prompts
 from pipeline.corpus.tokens import read_tokens
+from pipeline.decoding.portions import CHUNK
 from pipeline.errors import ConfigError
 
 DEFAULT_TOKENS_PER_ROW, DEFAULT_SUPERVISED = 885.0, 0.65  # Open-PerfectBlend: 1.24 G tokens in 1.4 M rows
@@ -20,7 +25,8 @@ class Corpus:
 
     `longest` and `longest_prompt` bound memory: the longest row, and the longest part before an answer. `lengths` are
     (tokens, supervised) of some rows in order, `turns` the sizes of the groups decoded together when answers are made:
-    one per shard and turn.
+    one per shard and turn. `asked` are those of calibrate and evaluate: for every unit of prompts a group per turn; a
+    stage whose prompts are not at hand is left out.
     """
 
     rows: int
@@ -32,6 +38,12 @@ class Corpus:
     longest_prompt: int
     lengths: tuple[tuple[int, int], ...]
     turns: tuple[int, ...]
+    asked: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens before an answer, of the rows in `lengths`, longest first."""
+        return sorted((length - answer for length, answer in self.lengths), reverse=True)
 
     @property
     def prompt_tokens(self) -> float:
@@ -85,16 +97,47 @@ def find(
 
     Raises ConfigError when there is nothing to count and nothing was given.
     """
+    data = chain.get("data")
+    groups = asked(config, data) if data is not None and data.complete else {}
     if rows is None and "tokens" in chain and chain["tokens"].complete:
-        return counted(config, chain["tokens"])
+        return replace(counted(config, chain["tokens"]), asked=groups)
     source = "given"
     if rows is None:
-        if "data" not in chain or not chain["data"].complete:
+        if data is None or not data.complete:
             raise ConfigError(
                 "plan: no corpus statistics yet: run the data stage, or give --rows (and --tokens-per-row)"
             )
         rows, source = (
-            int(chain["data"].manifest()["rows"]["train"]),
+            int(data.manifest()["rows"]["train"]),
             "rows counted in the data artifact, length assumed",
         )
-    return assumed(config, rows, tokens_per_row or DEFAULT_TOKENS_PER_ROW, share or DEFAULT_SUPERVISED, source)
+    text = assumed(config, rows, tokens_per_row or DEFAULT_TOKENS_PER_ROW, share or DEFAULT_SUPERVISED, source)
+    return replace(text, asked=groups)
+
+
+def asked(config: Config, data: Artifact) -> dict[str, list[list[int]]]:
+    """Groups of prompts that calibrate and evaluate decode together, where all their prompts are on this machine."""
+    sets = {
+        "calibrate": (config.calibrate.prompt_sets, config.calibrate.num_prompts),
+        "evaluate": (config.evaluate.prompt_sets, config.evaluate.num_prompts),
+    }
+    found = {}
+    for stage, (names, count) in sets.items():
+        if names is not None and any(name != HELDOUT and not Path(name).is_file() for name in names):
+            continue
+        prompts = [list(split_prompts(data, "calibration"))] if names is None else [
+            load_prompts(name, data=data) for name in names
+        ]  # fmt: skip
+        if stage == "calibrate":
+            prompts = [[prompt for one in prompts for prompt in one]]
+        found[stage] = [unit for one in prompts for unit in _groups(choose(one, count))]
+    return found
+
+
+def _groups(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """By unit and turn: how many prompts of a unit have that turn."""
+    units = [prompts[start : start + CHUNK] for start in range(0, len(prompts), CHUNK)]
+    return [
+        [sum(len(prompt.turns) > turn for prompt in unit) for turn in range(max(len(prompt.turns) for prompt in unit))]
+        for unit in units
+    ]

@@ -2,21 +2,20 @@
 
     rates = measure(setting)           # the target is loaded, forwards and train steps of the configured shapes are run
 
-All times are CPU-seconds, measured on one thread: the work itself. More threads than idle cores spin at every barrier
-while their partner waits for a core, and on a busy machine that doubles the CPU-seconds of the same work (measured).
-What is left of other people's load is cache contention, which a stage's own run pays as well.
+The pieces are the stages' own code on the real target: rounds of the engine with rows of unlike lengths, forwards that
+are encoded and written as a shard, optimizer steps fed from that shard. Lengths are spread as the corpus' are, because
+oneDNN compiles a product for every new shape and a stage meets new ones all the time. All times are CPU-seconds of all
+threads, as many as a stage would have here (OMP_NUM_THREADS): on a busy machine waiting at barriers is part of them.
 """
 
 from __future__ import annotations
 
 import importlib
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,9 @@ from pipeline.config import Config
 from pipeline.corpus.template import ChatTemplate
 from pipeline.corpus.tokens import TokenRecord
 from pipeline.decoding.cache import RaggedCache
+from pipeline.decoding.engine import decode
 from pipeline.decoding.rounds import Engine, Rows
+from pipeline.decoding.teacher_forced import acceptance_sums
 from pipeline.distributed import started
 from pipeline.draft.build import build_drafter
 from pipeline.draft.interface import Drafter
@@ -54,9 +55,10 @@ from pipeline.training.optimizer import LearningRate, adamw
 from pipeline.training.rows import CachedRows
 from pipeline.training.terms import Terms
 
-_FORWARD_TOKENS = 1536  # of the targets piece
-_ROUNDS, _STEPS = 3, 12
-_WARM_STEPS = 3
+_FORWARD_TOKENS = 3072  # of the targets piece
+_PREFILL_TOKENS = 640  # of the prefill piece
+_ROUNDS, _STEPS = 3, 24  # after a warm-up of one round, and of
+_WARM_STEPS = 4
 _TRAIN_SECONDS = 10.0  # no more train steps after this long
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "mlflow")  # what a run has loaded besides: part of every peak
 _FEWER = 4  # a second batch size: a quarter of the first
@@ -71,12 +73,10 @@ def measure(setting: Setting) -> Rates:
     if not any(Path(target_folder(config)).glob("*.safetensors")):
         raise ConfigError(f"plan --calibrate: {target_folder(config)} holds no weights here; fetch the target first")
     say("measuring this machine: target forwards, decoding rounds, train steps")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return replace(_measured(setting, Rates(0.0, base, start_cpu)), seconds=round(time.monotonic() - began, 1))
-    finally:
-        torch.set_num_threads(threads)
+    rates = _measured(setting, Rates(torch.get_num_threads(), base_bytes=base, start_cpu_seconds=start_cpu))
+    usage.give_back_memory()
+    kept = max(usage.resident_bytes(), base)  # what a process in the middle of the chain keeps
+    return replace(rates, base_bytes=kept, seconds=round(time.monotonic() - began, 1))
 
 
 def _measured(setting: Setting, rates: Rates) -> Rates:
@@ -86,7 +86,8 @@ def _measured(setting: Setting, rates: Rates) -> Rates:
     for dtype in sorted(_dtypes(config), reverse=True):  # float32 first: bfloat16 stays for training
         rates.matmul[dtype] = _matmul(setting, dtype)
         target = _loaded(setting, dtype, rates)
-        _decoding_pieces(setting, dtype, target, drafter, rates)
+        with _seeded():
+            _decoding_pieces(setting, dtype, target, drafter, rates)
         if dtype == config.targets.dtype:
             with tempfile.TemporaryDirectory() as folder, _seeded():
                 artifact, per_token = _targets_piece(setting, target, Path(folder))
@@ -105,13 +106,11 @@ def _seeded() -> Iterator[None]:
 
 
 def cpu_of(work: Callable[[], Any], repeats: int = 1) -> float:
-    """CPU-seconds of one call, the least of several: what others' load adds to one of them is not its own."""
-    taken = []
+    """CPU-seconds of one call, the mean of several."""
+    started_at = time.process_time()
     for _ in range(repeats):
-        started_at = time.process_time()
         work()
-        taken.append(time.process_time() - started_at)
-    return min(taken)
+    return (time.process_time() - started_at) / repeats
 
 
 def _dtypes(config: Config) -> set[str]:
@@ -163,42 +162,53 @@ def _loaded(setting: Setting, dtype: str, rates: Rates) -> Target:
 
 
 def _decoding_pieces(setting: Setting, dtype: str, target: Target, drafter: Drafter, rates: Rates) -> None:
-    """Every kind of round this dtype decodes with, at the stage's batch and a quarter of it; and a prefill."""
+    """Every kind of round this dtype decodes with, at the stage's batch and a quarter of it; a prefill; and an answer
+    read once more, as evaluate does.
+    """
     drafter = drafter.to(getattr(torch, dtype)).eval()
     for stage, runs in setting.decodings.items():
-        for run in {(run.drafted, run.rows): run for run in runs if run.dtype == dtype}.values():
-            name = round_name(stage, run)
+        for run in {round_name(stage, run): run for run in runs if run.dtype == dtype}.values():
             sizes = run.rows, max(1, run.rows // _FEWER)
             full, fewer = (_round_cpu(setting, target, drafter if run.drafted else None, run, rows) for rows in sizes)
-            rates.rounds[name] = Round(sizes[0], full, sizes[1], fewer)
+            rates.rounds[round_name(stage, run)] = Round(sizes[0], full, sizes[1], fewer)
     length = max(2, round(setting.corpus.prompt_tokens))
-    ids = _ids(setting, max(1, 512 // length), length)
-    rates.prefill_per_token[dtype] = cpu_of(lambda: target.forward(ids), 2) / ids.numel()
+    prompts = _ids(setting, max(1, _PREFILL_TOKENS // length), length).tolist()
+    options: dict[str, Any] = {"max_new_tokens": 1, "stop_ids": (), "batch_size": len(prompts)}
+    prefill = cpu_of(lambda: decode(target, prompts, seeds=range(len(prompts)), **options))
+    rates.prefill_per_token[dtype] = prefill / (len(prompts) * length)
+    evaluate = setting.config.evaluate
+    if dtype == evaluate.dtype:
+        answer = max(2, min(round(setting.corpus.answer_tokens), evaluate.max_new_tokens))
+        output, law = _ids(setting, 1, answer)[0].tolist(), Law(1.0, 1.0, 0)
+        rates.read_again[dtype] = cpu_of(lambda: acceptance_sums(target, drafter, prompts[0], output, law))
 
 
 @torch.inference_mode()
 def _round_cpu(setting: Setting, target: Target, drafter: Drafter | None, run: Decoding, rows: int) -> float:
-    """One round as `decode` plays it: draft, verify, accept, observe, for rows in the middle of an answer."""
-    context = max(2, round(run.context))
-    engine = Engine(target, RaggedCache(target.config), Law(1.0, 1.0, 0), drafter=drafter)
-    engine.cache.reserve(rows, context + run.step_tokens + 1)
-    mask = engine.cache.place(torch.arange(context)[None], torch.zeros(1, dtype=torch.long))
-    target.forward(_ids(setting, 1, context), positions_BT=torch.arange(context)[None], mask=mask, cache=engine.cache)
-    for slot in range(1, rows):
-        engine.cache.move(0, slot, context)
+    """Rounds as `decode` plays them: draft, verify, accept, observe, for rows all over their prompts and answers."""
+    positions_B = _positions(setting, run, rows)
+    room = int(positions_B.max()) + run.step_tokens * (_ROUNDS + 2)
+    engine = Engine(target, RaggedCache(target.config), Law(run.temperature, 1.0, 0), drafter=drafter)
+    engine.cache.reserve(rows, room)
     if drafter is not None:
-        engine.state = drafter.start(
-            rows, context + run.step_tokens + 1, device="cpu", dtype=target.frozen.head_VD.dtype
-        )
-    state = Rows(_ids(setting, 1, rows)[0], torch.full((rows,), context), torch.arange(rows))
+        engine.state = drafter.start(rows, room, device="cpu", dtype=target.frozen.head_VD.dtype)
+        engine.state.lengths_B[:] = positions_B
+    state = Rows(_ids(setting, 1, rows)[0], positions_B, torch.arange(rows))
 
     def play() -> None:
-        if engine.state is not None:
-            engine.state.lengths_B.fill_(context)
-        engine.play(state)
+        outcome = engine.play(state)
+        state.anchors_B, state.positions_B = outcome.token_B, state.positions_B + outcome.accepted_B + 1
 
     play()
     return cpu_of(play, _ROUNDS)
+
+
+def _positions(setting: Setting, run: Decoding, rows: int) -> torch.Tensor:
+    """Where the rows of a running batch stand: after prompts of the corpus' lengths, in every part of an answer."""
+    lengths, answer = setting.corpus.prompt_lengths, 2 * (run.context - run.prompt_tokens)
+    prompts = [lengths[(2 * row + 1) * len(lengths) // (2 * rows)] for row in range(rows)]
+    parts = torch.linspace(0, 1, rows)[torch.randperm(rows)] if rows > 1 else torch.tensor([0.5])
+    return torch.tensor(prompts) + (parts * answer).long()
 
 
 def _ids(setting: Setting, rows: int, length: int) -> torch.Tensor:
@@ -209,31 +219,33 @@ def _ids(setting: Setting, rows: int, length: int) -> torch.Tensor:
 
 
 def _targets_piece(setting: Setting, target: Target, folder: Path) -> tuple[Artifact, float]:
-    """Encode rows of mean length into a real shard, in batches of the configured size; returns it and the rate."""
+    """Encode rows into a real shard, in batches of the configured size; returns it and CPU-seconds per token."""
     config, spec = setting.config, setting.spec
-    rows = _rows(setting, count=max(4, round(_FORWARD_TOKENS * setting.corpus.rows / setting.corpus.tokens)))
+    rows = _rows(setting)
     request = {"stage": "targets", "format": 1, **spec.summary()}
     artifact = Artifact(folder, "targets", request)
     artifact.create()
     plain = replace(spec, channel_rms=False)
     with Builder(target, plain, batch_tokens=min(config.targets.batch_tokens, _FORWARD_TOKENS)) as builder:
-        builder.encode(rows, [0])
         cpu = cpu_of(lambda: builder.build(artifact, "train-00000.tar", shard=0, rows=rows))
     summary = {**plain.summary(), "layers": list(setting.draft.target_layer_ids), "layer_convention": CONVENTION}
     artifact.finish(["train-00000.tar"], targets={**summary, "post_norm": True})
     return artifact, cpu / sum(len(row.ids) for row in rows)
 
 
-def _rows(setting: Setting, count: int) -> list[TokenRecord]:
-    """Random ids, as long and as far supervised as the mean row."""
-    corpus = setting.corpus
-    length, answer = round(corpus.tokens / corpus.rows), max(2, round(corpus.supervised / corpus.rows))
-    mask = (np.arange(length) >= length - answer).astype(np.uint8)
+def _rows(setting: Setting) -> list[TokenRecord]:
+    """Random ids, as long and as far supervised as rows from all over the corpus, about `_FORWARD_TOKENS` together."""
+    lengths = sorted(row for row in setting.corpus.lengths if row[1] >= 2) or [(4, 2)]
+    count = max(4, round(_FORWARD_TOKENS * setting.corpus.rows / setting.corpus.tokens))
+    chosen = [lengths[(2 * row + 1) * len(lengths) // (2 * count)] for row in range(count)]
     draw = np.random.default_rng(0)
     return [
-        TokenRecord(f"row {n}", "calibration", 0, draw.integers(0, setting.shape.vocab_size, length, np.int32), mask)
-        for n in range(count)
-    ]
+        TokenRecord(
+            f"row {number}", "calibration", 0, draw.integers(0, setting.shape.vocab_size, length, np.int32),
+            (np.arange(length) >= length - answer).astype(np.uint8),
+        )
+        for number, (length, answer) in enumerate(chosen)
+    ]  # fmt: skip
 
 
 class _Watch:
@@ -253,8 +265,8 @@ class _Watch:
     def save(self, done: int, begun: object = None) -> None: ...
 
     def per_step(self) -> float:
-        taken = [after - before for before, after in pairwise(self.at)]
-        return statistics.median(taken[min(_WARM_STEPS, len(taken) - 1) :])
+        warm = min(_WARM_STEPS, len(self.at) - 2)
+        return (self.at[-1] - self.at[warm]) / (len(self.at) - 1 - warm)
 
 
 class _Enough(Exception):
@@ -275,7 +287,7 @@ def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> float:
     with started(settings) as ranks:
         engine = ranks.prepare(objective, adamw(objective, settings))
         tensors = setup.frozen_tensors(frozen.to(dtype=dtype), token_ids)
-        rows = _repeated(len(reader), config.train.global_batch_size)
+        rows = _drawn(len(reader), config.train.global_batch_size)
         run = Run(
             engine=engine, frozen=tensors,
             schedule=Schedule(len(rows), config.train.global_batch_size, lambda epoch: rows),
@@ -290,6 +302,6 @@ def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> float:
     return watch.per_step()
 
 
-def _repeated(count: int, batch: int) -> Sequence[int]:
-    """Row numbers of an epoch long enough for every step to be full."""
-    return [number % count for number in range(max(batch, count // batch * batch))]
+def _drawn(count: int, batch: int) -> Sequence[int]:
+    """Row numbers of all steps: drawn with repetition, so that few rows make many unlike batches."""
+    return list(np.random.default_rng(0).integers(0, count, batch * _STEPS))

@@ -17,6 +17,7 @@ In bf16, autocast keeps a 2-byte copy of every matrix from forward to backward.
 from __future__ import annotations
 
 from pipeline.config import Config
+from pipeline.decoding.portions import PREFILL
 from pipeline.draft.config import DraftConfig
 from pipeline.operations.costs.sizes import DraftSize, cache_row_bytes, target_parameters
 from pipeline.operations.costs.work import WIDTH, Decoding, Training
@@ -28,7 +29,6 @@ Parts = dict[str, float]  # what -> bytes
 _BUCKET = 4 * 5e8  # DeepSpeed's reduce_bucket_size, in fp32
 _LIVE = 1e9  # DeepSpeed's stage3_max_live_parameters
 _GROWTH = 128  # positions the key/value cache grows by
-_PREFILL = 4096  # tokens of one prefill forward
 
 
 def state_bytes(engine: str, size: DraftSize, layers: int, ranks: int) -> Parts:
@@ -184,7 +184,7 @@ def decoding_memory(config: Config, shape: Shape, draft: DraftConfig, work: Deco
     parts = {
         "target": e * target_parameters(shape) / split,
         "cache": work.rows * room * cache_row_bytes(shape, e) / split,
-        "activations": forward_bytes(shape, work.dtype, max(_PREFILL, work.rows * work.step_tokens)),
+        "activations": forward_bytes(shape, work.dtype, max(PREFILL, work.rows * work.step_tokens)),
         "logits": 4 * 4.0 * work.rows * work.step_tokens * shape.vocab_size,
     }
     if work.drafted:

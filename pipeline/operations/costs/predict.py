@@ -6,23 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.chain import active
-from pipeline.decoding.portions import CHUNK
 from pipeline.operations.costs import disk, memory, work
 from pipeline.operations.costs.chain import Setting
 from pipeline.operations.costs.rates import Rates, round_name
 from pipeline.operations.costs.sizes import DraftSize
 
-_TEACHER_FORCED = 8  # rows per unit of evaluate that are read once more
+_READ_AGAIN = 8  # answers of an evaluation unit at most (pipeline.decoding.units.TEACHER_FORCED)
+_SHOWN_TOKENS = 1024  # forwarded once more for the codec's errors (pipeline.shards.calibration)
 _FOLLOWED = 1 / 3  # a forward's share of a training step
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """`peak_memory_bytes` is resident memory, mapped files included; both None where nothing measured bears on it."""
+    """`peak_memory_bytes` is resident memory, mapped files included; None where nothing measured bears on it."""
 
     stage: str
     cpu_seconds: float
-    peak_memory_bytes: float
+    peak_memory_bytes: float | None
 
 
 def predict(setting: Setting, rates: Rates) -> list[Predicted]:
@@ -31,8 +31,10 @@ def predict(setting: Setting, rates: Rates) -> list[Predicted]:
 
 
 def _text(setting: Setting, rates: Rates, stage: str) -> Predicted:
-    """Stages over text: rendering a chat is what is measured, and reading or writing one costs about as much."""
-    return Predicted(stage, rates.render_per_row * setting.corpus.conversations, rates.base_bytes)
+    """Stages over text: rendering a chat is what is measured, and reading or writing one costs about as much. They
+    hold a shard's text, little beside what the process has loaded by then.
+    """
+    return Predicted(stage, rates.render_per_row * setting.corpus.conversations, None)
 
 
 def _targets(setting: Setting, rates: Rates, stage: str) -> Predicted:
@@ -42,7 +44,7 @@ def _targets(setting: Setting, rates: Rates, stage: str) -> Predicted:
     parts = memory.targets_memory(config, setting.shape, spec)
     parts["logits"] *= memory.logit_rows(spec, on_cpu=True) / memory.logit_rows(spec, on_cpu=False)
     working = sum(size for what, size in parts.items() if what != "target")
-    seconds = loading.cpu_seconds + (rates.targets_per_token or 0.0) * setting.corpus.tokens
+    seconds = loading.cpu_seconds + (rates.targets_per_token or 0.0) * (setting.corpus.tokens + _SHOWN_TOKENS)
     return Predicted(stage, seconds, rates.base_bytes + max(loading.peak_bytes, loading.kept_bytes + working))
 
 
@@ -66,15 +68,14 @@ def _decoding(setting: Setting, rates: Rates, stage: str) -> Predicted:
     """Loading, prefills, rounds; evaluate reads a few answers of every unit once more (S23)."""
     runs = setting.decodings[stage]
     if not runs:
-        return Predicted(stage, 0.0, rates.base_bytes)
+        return Predicted(stage, 0.0, None)
     seconds, largest = rates.loading[runs[0].dtype].cpu_seconds, 0.0
     for run in runs:
         loading, prefill = rates.loading[run.dtype], rates.prefill_per_token[run.dtype]
-        seconds += prefill * run.prompts * run.prompt_tokens
+        seconds += prefill * run.prefill_tokens
         seconds += rates.rounds[round_name(stage, run)].seconds(run.rounds, run.row_rounds)
         if stage == "evaluate" and run.drafted:
-            read = min(_TEACHER_FORCED, CHUNK) * run.units * (run.context + run.prompt_tokens)
-            seconds += prefill * read
+            seconds += rates.read_again[run.dtype] * min(_READ_AGAIN * run.units, run.prompts)
         parts = memory.decoding_memory(setting.config, setting.shape, setting.draft, run)
         parts["cache"] *= memory.host_generations(run.longest)
         working = sum(size for what, size in parts.items() if what != "target")

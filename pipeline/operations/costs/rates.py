@@ -36,15 +36,20 @@ class Round:
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured. `matmul` is FLOPs per CPU-second by dtype, in products of the target's MLP."""
+    """What was measured with so many threads. `base_bytes` is what a process keeps after work of all kinds, everything
+    freed; `matmul` FLOPs per CPU-second by dtype, in products of the target's MLP; `read_again` CPU-seconds of an
+    answer that evaluate reads once more (S23), by dtype.
+    """
 
-    seconds: float
+    threads: int
     base_bytes: int
     start_cpu_seconds: float
+    seconds: float = 0.0
     matmul: dict[str, float] = field(default_factory=dict)
     loading: dict[str, Loading] = field(default_factory=dict)
     prefill_per_token: dict[str, float] = field(default_factory=dict)
     rounds: dict[str, Round] = field(default_factory=dict)
+    read_again: dict[str, float] = field(default_factory=dict)
     render_per_row: float = 0.0
     targets_per_token: float | None = None
     train_per_step: float | None = None
@@ -52,4 +57,4 @@ class Rates:
 
 def round_name(stage: str, run: Decoding) -> str:
     """Under which a kind of round is kept."""
-    return f"{stage}, {'drafted' if run.drafted else 'plain'}"
+    return f"{stage}, {'drafted' if run.drafted else 'plain'}, T {run.temperature:g}"

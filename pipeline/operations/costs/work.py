@@ -8,10 +8,11 @@ each, so a training step costs 6 n per weight. Frozen matrices have no weight gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config import Config
-from pipeline.decoding.portions import CHUNK, WARM_UP, grid, rows_of
+from pipeline.decoding.portions import CHUNK, PREFILL, WARM_UP, grid, rows_of
 from pipeline.draft.config import DraftConfig
 from pipeline.operations.costs.corpus import Corpus
 from pipeline.operations.costs.sizes import (
@@ -24,7 +25,8 @@ from pipeline.operations.costs.sizes import (
 from pipeline.shards.plan import Shape
 
 WIDTH = {"float32": 4, "bfloat16": 2}
-ASSUMED_TAU = 2.0  # accepted length, until evaluate has measured it
+ASSUMED_TAU = 2.0  # accepted length, until a drafter is there to be measured
+TAU_RANGE = (1.5, 4.0)  # what it may be: small drafters after minutes of training, and good ones
 SLOWEST = 1.25  # rounds of a group's slowest row over the mean: 1.21 and 1.26 in groups of 8, 1.24 in 32 (SmolLM2)
 ASSUMED_PROMPTS = 200  # of a named prompt set when evaluate.num_prompts takes all
 
@@ -33,15 +35,18 @@ ASSUMED_PROMPTS = 200  # of a named prompt set when evaluate.num_prompts takes a
 class Decoding:
     """Prompts answered by the continuous batch: what `pipeline.decoding.engine.decode` does for them.
 
-    `rounds` are forwards of the batch, `row_rounds` rows in them together, `step_tokens` tokens a row brings to each
-    (1 alone, 1 + K with a drafter), `rows` the batch while it is full, `context` mean positions a row looks back at,
-    `longest` positions the cache must have room for, `units` parts that devices can share.
+    `prefill_tokens` are those of all prompts, padded as their forwards pad them; `rounds` are forwards of the batch,
+    `row_rounds` rows in them together, `step_tokens` tokens a row brings to each (1 alone, 1 + K with a drafter),
+    `rows` the batch while it is full, `context` mean positions a row looks back at, `longest` positions the cache must
+    have room for, `units` parts that devices can share.
     """
 
     dtype: str
+    temperature: float
     drafted: bool
     prompts: int
     prompt_tokens: float
+    prefill_tokens: int
     rounds: float
     row_rounds: float
     step_tokens: int
@@ -71,36 +76,47 @@ def decodings(config: Config, corpus: Corpus, block_size: int, tau: float) -> di
     found: dict[str, list[Decoding]] = {"answers": [], "calibrate": [], "evaluate": []}
     if config.answers.enabled and config.answers.backend == "local":
         made = config.answers
-        run = _decoding(corpus, corpus.turns, answer, dtype=made.dtype, rows=made.batch_size, limit=made.max_new_tokens)
-        found["answers"] = [run]
+        found["answers"] = [
+            _decoding(
+                corpus, [corpus.turns], answer, dtype=made.dtype, temperature=made.temperature, rows=made.batch_size,
+                limit=made.max_new_tokens,
+            )
+        ]  # fmt: skip
     if config.draft.confidence and calibrate.records is None:
         limit = calibrate.max_new_tokens
-        run = _decoding(
-            corpus, _chunks([calibrate.num_prompts]), min(corpus.answer_tokens, limit), dtype=calibrate.dtype,
-            rows=calibrate.batch_size, limit=limit, block=block_size, tau=tau,
-        )  # fmt: skip
-        found["calibrate"] = [run] * len(calibrate.temperatures)
+        units = corpus.asked.get("calibrate") or _chunks([calibrate.num_prompts])
+        found["calibrate"] = [
+            _decoding(
+                corpus, units, min(corpus.answer_tokens, limit), dtype=calibrate.dtype, temperature=temperature,
+                rows=calibrate.batch_size, limit=limit, block=block_size, tau=tau,
+            )
+            for temperature in calibrate.temperatures
+        ]  # fmt: skip
     limit = evaluate.max_new_tokens + (block_size + 1 if evaluate.lookup else 0)
-    groups = _chunks([evaluate.num_prompts or ASSUMED_PROMPTS] * len(evaluate.prompt_sets))
+    units = corpus.asked.get("evaluate") or _chunks(
+        [evaluate.num_prompts or ASSUMED_PROMPTS] * len(evaluate.prompt_sets)
+    )
     for drafted in (True, False) if evaluate.vanilla else (True,):
-        run = _decoding(
-            corpus, groups, min(corpus.answer_tokens, limit), dtype=evaluate.dtype, rows=evaluate.batch_size,
-            limit=limit, block=block_size if drafted else 0, tau=tau if drafted else 1.0,
-        )  # fmt: skip
-        found["evaluate"] += [run] * len(evaluate.temperatures)
+        found["evaluate"] += [
+            _decoding(
+                corpus, units, min(corpus.answer_tokens, limit), dtype=evaluate.dtype, temperature=temperature,
+                rows=evaluate.batch_size, limit=limit, block=block_size if drafted else 0, tau=tau if drafted else 1.0,
+            )
+            for temperature in evaluate.temperatures
+        ]  # fmt: skip
     return found
 
 
-def _chunks(groups: list[int]) -> tuple[int, ...]:
-    """Prompt sets are cut into units of `CHUNK` prompts that decode on their own."""
-    return tuple(min(CHUNK, group - start) for group in groups for start in range(0, group, CHUNK))
+def _chunks(sizes: list[int]) -> list[list[int]]:
+    """Prompt sets are cut into units of `CHUNK` prompts that decode on their own; of one turn, if nothing is known."""
+    return [[min(CHUNK, size - start)] for size in sizes for start in range(0, size, CHUNK)]
 
 
 def _decoding(
-    corpus: Corpus, groups: tuple[int, ...], answer: float, *, dtype: str, rows: int, limit: int, block: int = 0,
-    tau: float = 1.0,
+    corpus: Corpus, units: Sequence[Sequence[int]], answer: float, *, dtype: str, temperature: float, rows: int,
+    limit: int, block: int = 0, tau: float = 1.0,
 ) -> Decoding:  # fmt: skip
-    """Groups of prompts, each decoded to its end before the next starts.
+    """Groups of prompts (a unit's turns), each decoded to its end before the next starts.
 
     A group of g answers of a tokens at tau tokens a round takes g a / tau row-rounds. While prompts wait, a round
     serves b rows; then the batch empties, and the group ends with its slowest row. That row takes l tokens (the limit,
@@ -108,6 +124,7 @@ def _decoding(
     lengths are spread evenly. With a drafter the slowest row accepts less than the mean, too (`SLOWEST`). So a group
     larger than the batch takes g a / (b tau) + (l - a) / tau rounds, a smaller one l / tau.
     """
+    groups = [group for unit in units for group in unit]
     slowest = min(limit, 2 * answer) * (SLOWEST if block else 1.0)
     row_rounds = [group * max(answer - 1, 0) / tau for group in groups]
     rounds = [
@@ -115,11 +132,27 @@ def _decoding(
         for group, total in zip(groups, row_rounds, strict=True)
     ]
     return Decoding(
-        dtype, drafted=bool(block), prompts=sum(groups), prompt_tokens=corpus.prompt_tokens, rounds=sum(rounds),
-        row_rounds=sum(row_rounds), step_tokens=1 + block, rows=min(rows, max(groups)),
+        dtype, temperature, drafted=bool(block), prompts=sum(groups), prompt_tokens=corpus.prompt_tokens,
+        prefill_tokens=sum(_prefill_tokens(corpus.prompt_lengths, group, rows) for group in groups),
+        rounds=sum(rounds), row_rounds=sum(row_rounds), step_tokens=1 + block, rows=min(rows, max(groups)),
         context=corpus.prompt_tokens + answer / 2, longest=corpus.longest_prompt + limit + block + 1,
-        units=len(groups),
+        units=len(units),
     )  # fmt: skip
+
+
+def _prefill_tokens(lengths: Sequence[int], prompts: int, rows: int) -> int:
+    """Tokens of the forwards that read `prompts` prompts, their lengths spread as `lengths` (longest first) are.
+
+    Slots are filled in groups padded to their longest prompt: all rows at first, an eighth of them whenever so many
+    have ended.
+    """
+    waiting = [lengths[(2 * place + 1) * len(lengths) // (2 * prompts)] for place in range(prompts)]
+    tokens, free = 0, rows
+    while waiting:
+        group = waiting[: max(1, min(free, PREFILL // waiting[0]))]
+        tokens += len(group) * group[0]
+        waiting, free = waiting[len(group) :], free - len(group) or max(1, rows // 8)
+    return tokens
 
 
 def training(config: Config, corpus: Corpus, draft: DraftConfig) -> Training:

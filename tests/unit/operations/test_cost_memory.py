@@ -103,8 +103,8 @@ def test_adamw_holds_what_is_counted() -> None:
 
 def test_the_cache_of_a_decoding_stage_is_the_ragged_cache_at_its_longest() -> None:
     run = Decoding(
-        "float32", drafted=False, prompts=9, prompt_tokens=50.0, rounds=0.0, row_rounds=0.0, step_tokens=1, rows=4,
-        context=60.0, longest=200, units=1,
+        "float32", temperature=0.0, drafted=False, prompts=9, prompt_tokens=50.0, prefill_tokens=450, rounds=0.0,
+        row_rounds=0.0, step_tokens=1, rows=4, context=60.0, longest=200, units=1,
     )  # fmt: skip
     parts = memory.decoding_memory(config(), SHAPE, draft_of("dspark"), run)
     cache = RaggedCache(SimpleNamespace(layer_types=None, sliding_window=None))

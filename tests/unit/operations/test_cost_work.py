@@ -81,11 +81,24 @@ def test_decoding_counts_rounds_by_batches_and_their_tails() -> None:
     assert found["evaluate"][2].row_rounds == pytest.approx(2 * found["evaluate"][0].row_rounds)
 
 
+def test_later_turns_are_rounds_of_their_own_and_prompts_are_padded_to_the_longest_beside_them() -> None:
+    text = replace(
+        corpus(), lengths=((50, 10), (40, 10), (30, 10), (20, 10)), asked={"evaluate": [[4, 1], [2]]}
+    )  # prompts of 40, 30, 20, 10 tokens
+    settings = config("evaluate.batch_size=2", "evaluate.max_new_tokens=40", "evaluate.lookup=false")
+    plain = work.decodings(settings, text, 4, 2.0)["evaluate"][-1]
+    assert (plain.prompts, plain.units) == (7, 2)
+    # Answers of 30 tokens, the slowest 40: four rows in two slots, then one alone, then two side by side.
+    assert plain.rounds == (4 * 29 / 2 + 10) + 40 + 40
+    # Both slots at first (40 twice), then whoever comes next (20, 10); one prompt of middling length; two (30, 10).
+    assert plain.prefill_tokens == (40 * 2 + 20 + 10) + 20 + 30 * 2
+
+
 def test_few_rows_are_bound_by_bandwidth_and_many_by_arithmetic() -> None:
     device = Device(flops=1e11, bandwidth=1e10, utilisation=0.5)
     run = work.Decoding(
-        "bfloat16", drafted=False, prompts=1, prompt_tokens=10.0, rounds=100.0, row_rounds=100.0, step_tokens=1, rows=1,
-        context=20.0, longest=40, units=1,
+        "bfloat16", temperature=0.0, drafted=False, prompts=1, prompt_tokens=10.0, prefill_tokens=10, rounds=100.0,
+        row_rounds=100.0, step_tokens=1, rows=1, context=20.0, longest=40, units=1,
     )  # fmt: skip
     many = replace(run, rows=5120, row_rounds=512_000.0)
     for one, bound in ((run, "bytes"), (many, "flops")):
