@@ -14,36 +14,27 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.errors import ArtifactError
+from pipeline.heartbeat import STALE_SECONDS, heartbeat, known_dead
 from pipeline.progress import say
 
+__all__ = ["HEARTBEAT_SECONDS", "STALE_SECONDS", "lease"]
+
 HEARTBEAT_SECONDS = 10.0
-STALE_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def lease(path: Path, *, heartbeat: float = HEARTBEAT_SECONDS, stale: float = STALE_SECONDS) -> Iterator[None]:
+def lease(path: Path, *, every: float = HEARTBEAT_SECONDS, stale: float = STALE_SECONDS) -> Iterator[None]:
     """Hold the lease at `path` while the block runs. Raises ArtifactError naming a live holder."""
     _take(path, stale)
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(heartbeat):
-            with contextlib.suppress(OSError):
-                os.utime(path)
-
-    thread = threading.Thread(target=beat, name="lease", daemon=True)
-    thread.start()
     try:
-        yield
+        with heartbeat(lambda: os.utime(path), seconds=every):
+            yield
     finally:
-        done.set()
-        thread.join()
         if _holder(path) == _me():
             path.unlink(missing_ok=True)
 
@@ -96,12 +87,10 @@ def _dead(path: Path, holder: dict[str, object], stale: float) -> bool:
             return True
     except FileNotFoundError:
         return True
-    pid = holder.get("pid")
-    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    if pid == os.getpid():
+    host, pid = holder.get("host"), holder.get("pid")
+    if (host, pid) == (socket.gethostname(), os.getpid()):
         return holder != _me()
-    return not Path(f"/proc/{pid}").exists() if Path("/proc").exists() else False
+    return known_dead(host, pid)
 
 
 def _holder(path: Path) -> dict[str, object]:

@@ -12,18 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import Artifact, read_json, write_json
-from pipeline.errors import ArtifactError, Stopped, StorageError
+from pipeline.errors import ArtifactError, Stopped
+from pipeline.heartbeat import STALE_SECONDS, heartbeat, known_dead
 from pipeline.progress import current, rank, say
 
 HEARTBEAT_SECONDS = 5.0
-STALE_SECONDS = 60.0
 RUNNING, STOPPED, FAILED = "running.json", "stopped.json", "failed.json"
 
 
@@ -32,7 +31,7 @@ def traced(artifact: Artifact) -> Iterator[None]:
     """Keep the traces of one stage run. Endings of any rank are written; the heartbeat is rank 0's."""
     for name in (STOPPED, FAILED):
         (artifact.path / name).unlink(missing_ok=True)
-    with _heartbeat(artifact.path / RUNNING) if rank() == 0 else contextlib.nullcontext():
+    with _running(artifact.path / RUNNING) if rank() == 0 else contextlib.nullcontext():
         try:
             yield
         except Stopped as stop:
@@ -73,22 +72,13 @@ def _who() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _heartbeat(path: Path) -> Iterator[None]:
-    who, done = _who(), threading.Event()
+def _running(path: Path) -> Iterator[None]:
+    who = _who()
     write_json(path, who)
-
-    def beat() -> None:
-        while not done.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError, StorageError):
-                write_json(path, {**who, "progress": current()})
-
-    thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
-    thread.start()
     try:
-        yield
+        with heartbeat(lambda: write_json(path, {**who, "progress": current()}), seconds=HEARTBEAT_SECONDS):
+            yield
     finally:
-        done.set()
-        thread.join()
         path.unlink(missing_ok=True)
 
 
@@ -100,5 +90,4 @@ def alive(folder: Path) -> bool:
         who = read_json(path)
     except (OSError, ArtifactError):
         return False
-    here = who.get("host") == socket.gethostname()
-    return fresh and not (here and not Path(f"/proc/{who.get('pid')}").exists() and Path("/proc/self").exists())
+    return fresh and not known_dead(who.get("host"), who.get("pid"))

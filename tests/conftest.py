@@ -7,12 +7,16 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from filelock import FileLock
+
+from pipeline import stopping
 
 # Before anything imports torch: on two busy cores OpenMP's spinning threads cost more than they compute.
 os.environ.update(
@@ -74,6 +78,16 @@ def work_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Afterwards signals are handled as before, and nobody is asked to stop any more."""
+    old = {name: signal.getsignal(getattr(signal, name)) for name in stopping.DEFAULT_SIGNALS}
+    yield
+    stopping.install(())
+    for name, handler in old.items():
+        signal.signal(getattr(signal, name), handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m prove` selects

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,7 @@ from tests.stages import whole_chain
 STAGES = ("data", "answers", "tokens", "targets", "calibrate", "profile", "evaluate", "export")  # train: test_train
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    yield
-    stopping.install(())
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.mark.case("SLM-04")

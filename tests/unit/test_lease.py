@@ -58,7 +58,7 @@ def test_a_live_holder_on_another_host_keeps_others_out(tmp_path: Path) -> None:
 
 def test_the_heartbeat_keeps_the_lease_fresh(tmp_path: Path) -> None:
     path = tmp_path / "lease.json"
-    with lease(path, heartbeat=0.01):
+    with lease(path, every=0.01):
         os.utime(path, (0, 0))
         deadline = time.monotonic() + 10
         while path.stat().st_mtime == 0 and time.monotonic() < deadline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,7 @@ from pipeline.errors import Stopped
 DEBUG = str(Path(__file__).resolve().parents[2] / "configs" / "debug.yaml")
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    old = {name: signal.getsignal(getattr(signal, name)) for name in stopping.DEFAULT_SIGNALS}
-    yield
-    for name, handler in old.items():
-        signal.signal(getattr(signal, name), handler)
-    stopping._State.reason = stopping._State.deadline = None
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.mark.case("SLM-07")

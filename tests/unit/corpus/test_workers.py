@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
@@ -14,14 +13,7 @@ from pipeline import stopping
 from pipeline.corpus.workers import each
 from pipeline.errors import Stopped
 
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    old = {name: signal.getsignal(getattr(signal, name)) for name in stopping.DEFAULT_SIGNALS}
-    yield
-    for name, handler in old.items():
-        signal.signal(getattr(signal, name), handler)
-    stopping._State.reason = stopping._State.deadline = None
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 def signalled(number: int) -> int:

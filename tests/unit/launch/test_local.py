@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,7 @@ from pipeline.errors import ConfigError, DsparkError, Stopped
 DEBUG = Path(__file__).resolve().parents[3] / "configs" / "debug.yaml"
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    old = {name: signal.getsignal(getattr(signal, name)) for name in stopping.DEFAULT_SIGNALS}
-    yield
-    stopping.install(())
-    for name, handler in old.items():
-        signal.signal(getattr(signal, name), handler)
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.fixture
