@@ -1,5 +1,6 @@
 """`dspark run`: the whole chain, then one table of what came out. `dspark STAGE`: one stage, in this process.
 
+The stage that completes the chain writes report.html, too: by hand, in an array or as the last job of `dspark submit`.
 With `launch.processes_per_node` above 1, `run` starts every stage that can use them with that many processes.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from launch import local
 from launch.jobs import ranks_per_node
@@ -17,7 +19,9 @@ from pipeline.runner import run_chain, run_stage
 
 
 def stage(config: Config, arguments: argparse.Namespace) -> None:
-    run_chain(config, [arguments.command])
+    artifacts = run_chain(config, [arguments.command])
+    if rank() == 0 and all(artifact.complete for artifact in artifacts.values()):
+        say(f"report: {_report(config, artifacts)}")
 
 
 def chain(config: Config, arguments: argparse.Namespace) -> None:
@@ -35,8 +39,13 @@ def chain(config: Config, arguments: argparse.Namespace) -> None:
         say("run: this machine only; launch.nodes is what `dspark submit` asks Slurm for", warning=True)
     artifacts = run_chain(config, start=start)
     if rank() == 0:
-        from pipeline.operations.report.command import write
         from pipeline.operations.summary import summary
 
-        write(config, artifacts)
+        _report(config, artifacts)
         say(summary(config, artifacts), result=True)
+
+
+def _report(config: Config, artifacts: dict[str, Artifact]) -> Path:
+    from pipeline.operations.report.command import write  # reads every stage's results, with all that draws them
+
+    return write(config, artifacts)

@@ -88,6 +88,7 @@ def test_submit_runs_the_whole_chain_on_two_nodes(site: Site, chain: dict[str, A
     assert {row["state"] for row in rows.values()} == {"done"}
     assert all(rows[name]["slurm"]["job_id"] == job["job_id"] for name, job in chain.items())
     assert {row["slurm"]["state"] for row in rows.values()} == {"ended"}
+    assert "Every stage is finished." in (site.work_dir / "runs" / "debug" / "report.html").read_text(encoding="utf-8")
     assert "2 rank(s)" in (folder / f"debug-train-{chain['train']['job_id']}.out").read_text()
     assert site.submit(*WIDE) == chain  # all done: nothing new
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.__main__ import main
 from pipeline.config import load
 from pipeline.tracking.places import store_uri
 from tests.stages import whole_chain
@@ -42,3 +44,15 @@ def test_run_ends_in_a_report_that_shows_everything(finished: Path, stored: dict
     assert text.count("data:image/png") == sum(map(len, PICTURES.values()))
     assert (stored["parent"] / "report.html").read_text(encoding="utf-8") == text, "redaction finds nothing to hide"
     assert "runs/debug/report.html" in (finished.parent / "output.txt").read_text(encoding="utf-8")
+
+
+def test_the_stage_that_completes_the_chain_writes_the_report(finished: Path, tmp_path: Path) -> None:
+    """As jobs of `dspark submit` do: each stage is a process of its own."""
+    ignored = shutil.ignore_patterns("export", "mlflow.db*", "mlartifacts", "report.html")
+    work_dir = shutil.copytree(finished, tmp_path / "work", symlinks=True, ignore=ignored)
+    words = ["-c", str(whole_chain.DEBUG), f"work_dir={work_dir}", "tracking.enabled=false", *whole_chain.SMALLER]
+    report = work_dir / "runs" / "debug" / "report.html"
+    assert main(["evaluate", *words]) == 0
+    assert not report.exists(), "export is open"
+    assert main(["export", *words]) == 0
+    assert "Every stage is finished." in report.read_text(encoding="utf-8")
