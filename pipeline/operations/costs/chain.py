@@ -7,7 +7,6 @@ from typing import Any
 
 from pipeline.chain import active
 from pipeline.config import Config
-from pipeline.decoding.portions import ROW_TOKENS, rows_of
 from pipeline.draft.config import DraftConfig
 from pipeline.operations.costs import disk, memory, work
 from pipeline.operations.costs.corpus import Corpus
@@ -163,18 +162,13 @@ def _decoding(setting: Setting, device: Device, stage: str) -> Cost:
 
 def _profile(setting: Setting, device: Device, stage: str) -> Cost:
     config, shape = setting.config, setting.shape
-    settings, amount = config.profile, work.ProfileWork.of(config)
+    amount = work.ProfileWork.of(config)
     if not amount.forwards:
         return Cost(stage, note="not measured here")
     flops = work.profile_flops(config, shape, amount)
-    run = work.Decoding(
-        settings.dtype, temperature=0.0, drafted=False, prompts=0, prompt_tokens=0.0, prefill_tokens=0, rounds=0.0,
-        row_rounds=0.0, step_tokens=ROW_TOKENS, rows=rows_of(settings.max_batch_tokens),
-        context=settings.context_length, longest=settings.context_length + ROW_TOKENS, units=1,
-    )  # fmt: skip
     return Cost(
         stage, flops=flops, device_seconds=device.seconds(flops, work.profile_bytes(config, shape, amount)),
-        memory=memory.decoding_memory(config, shape, setting.draft, run),
+        memory=memory.decoding_memory(config, shape, setting.draft, work.profiled(config)),
     )  # fmt: skip
 
 

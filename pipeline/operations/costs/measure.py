@@ -91,8 +91,8 @@ def _measured(setting: Setting, rates: Rates) -> Rates:
         if dtype == config.targets.dtype:
             with tempfile.TemporaryDirectory() as folder, _seeded():
                 artifact, per_token = _targets_piece(setting, target, Path(folder))
-                per_step = _train_piece(setting, artifact, target.frozen)
-                rates = replace(rates, targets_per_token=per_token, train_per_step=per_step)
+                per_step, held = _train_piece(setting, artifact, target.frozen)
+                rates = replace(rates, targets_per_token=per_token, train_per_step=per_step, train_bytes=held)
         del target
     return rates
 
@@ -273,8 +273,13 @@ class _Enough(Exception):
     pass
 
 
-def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> float:
-    """CPU-seconds of an optimizer step: the real loop over the piece's shard, in one process."""
+def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> tuple[float, int]:
+    """The real loop over the piece's shard, in one process: CPU-seconds of an optimizer step, and the memory it takes
+    beside the target's embedding: state, activations, and what the allocator keeps between steps of unlike sizes.
+    """
+    usage.give_back_memory()
+    before = usage.resident_bytes()
+    usage.reset_peak()
     config = setting.config
     settings = config.train.model_copy(update={"engine": "single"})
     dtype, token_ids = getattr(torch, settings.precision), _words(setting)
@@ -299,7 +304,7 @@ def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> float:
             train(run)
         except _Enough:
             say(f"a train step takes long here: measured {len(watch.at)}")
-    return watch.per_step()
+    return watch.per_step(), usage.peak_bytes() - before
 
 
 def _drawn(count: int, batch: int) -> Sequence[int]:

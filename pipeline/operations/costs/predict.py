@@ -51,13 +51,15 @@ def _targets(setting: Setting, rates: Rates, stage: str) -> Predicted:
 def _train(setting: Setting, rates: Rates, stage: str) -> Predicted:
     """Steps at the measured rate; validation is a forward of a step's rows.
 
-    Memory: what a single process holds, the mapped cache once all of it was read, and a checkpoint's copy of weights
-    and moments.
+    Memory: what the loop was seen to take (or, where that is less, what a single process must hold), the target's
+    embedding, the mapped cache once all of it was read, and a checkpoint's copy of weights and moments.
     """
     config, steps = setting.config, setting.training
     seconds = (rates.train_per_step or 0.0) * (steps.steps + steps.validated_rows / steps.rows * _FOLLOWED)
     parts = memory.training_memory(config, setting.shape, setting.draft, setting.spec, steps, engine="single", ranks=1)
     parts["read ahead"] = parts["micro-batches"] * config.train.workers
+    embedding = parts.pop("frozen embedding and head")
+    parts = {"loop": max(sum(parts.values()), rates.train_bytes), "frozen embedding and head": embedding}
     if config.targets.mode == "cached":
         parts["mapped cache"] = disk.cache_bytes(setting.spec, setting.corpus, config.data.shard_rows)
     parts["checkpoint"] = 12.0 * DraftSize.of(setting.draft).total
@@ -76,11 +78,15 @@ def _decoding(setting: Setting, rates: Rates, stage: str) -> Predicted:
         seconds += rates.rounds[round_name(stage, run)].seconds(run.rounds, run.row_rounds)
         if stage == "evaluate" and run.drafted:
             seconds += rates.read_again[run.dtype] * min(_READ_AGAIN * run.units, run.prompts)
-        parts = memory.decoding_memory(setting.config, setting.shape, setting.draft, run)
-        parts["cache"] *= memory.host_generations(run.longest)
-        working = sum(size for what, size in parts.items() if what != "target")
-        largest = max(largest, loading.peak_bytes, loading.kept_bytes + working)
+        largest = max(largest, loading.peak_bytes, loading.kept_bytes + _working_bytes(setting, run))
     return Predicted(stage, seconds, rates.base_bytes + largest)
+
+
+def _working_bytes(setting: Setting, run: work.Decoding) -> float:
+    """What a batch takes of a host's memory beside the target's weights."""
+    parts = memory.decoding_memory(setting.config, setting.shape, setting.draft, run)
+    parts["cache"] *= memory.host_generations(run.longest)
+    return sum(size for what, size in parts.items() if what != "target")
 
 
 def _profile(setting: Setting, rates: Rates, stage: str) -> Predicted:
@@ -88,12 +94,12 @@ def _profile(setting: Setting, rates: Rates, stage: str) -> Predicted:
     config, amount = setting.config, work.ProfileWork.of(setting.config)
     dtype = config.profile.dtype
     loading = rates.loading[dtype]
-    seconds = 0.0
-    if amount.forwards:
-        plain = _plain_round(setting, rates, dtype)
-        seconds = loading.cpu_seconds + amount.filled_tokens * rates.prefill_per_token[dtype]
-        seconds += plain(amount.forwards, amount.tokens)
-    return Predicted(stage, seconds, rates.base_bytes + loading.peak_bytes)
+    if not amount.forwards:
+        return Predicted(stage, 0.0, None)
+    seconds = loading.cpu_seconds + amount.filled_tokens * rates.prefill_per_token[dtype]
+    seconds += _plain_round(setting, rates, dtype)(amount.forwards, amount.tokens)
+    largest = max(loading.peak_bytes, loading.kept_bytes + _working_bytes(setting, work.profiled(config)))
+    return Predicted(stage, seconds, rates.base_bytes + largest)
 
 
 def _plain_round(setting: Setting, rates: Rates, dtype: str) -> Callable[[float, float], float]:

@@ -53,6 +53,7 @@ class Rates:
     render_per_row: float = 0.0
     targets_per_token: float | None = None
     train_per_step: float | None = None
+    train_bytes: int = 0
 
 
 def round_name(stage: str, run: Decoding) -> str:

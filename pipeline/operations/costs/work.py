@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config import Config
-from pipeline.decoding.portions import CHUNK, PREFILL, WARM_UP, grid, rows_of
+from pipeline.decoding.portions import CHUNK, PREFILL, ROW_TOKENS, WARM_UP, grid, rows_of
 from pipeline.draft.config import DraftConfig
 from pipeline.operations.costs.corpus import Corpus
 from pipeline.operations.costs.sizes import (
@@ -247,6 +247,16 @@ class ProfileWork:
         sizes = grid(settings.grid, settings.max_batch_tokens)
         turns = settings.repeats + 1 + WARM_UP
         return cls(len(sizes) * turns, sum(sizes) * turns, rows_of(sizes[-1]) * settings.context_length)
+
+
+def profiled(config: Config) -> Decoding:
+    """The largest forward of the profile stage, as the batch whose memory it takes; rounds are in `ProfileWork`."""
+    settings = config.profile
+    return Decoding(
+        settings.dtype, temperature=0.0, drafted=False, prompts=0, prompt_tokens=0.0, prefill_tokens=0, rounds=0.0,
+        row_rounds=0.0, step_tokens=ROW_TOKENS, rows=rows_of(settings.max_batch_tokens),
+        context=settings.context_length, longest=settings.context_length + ROW_TOKENS, units=1,
+    )  # fmt: skip
 
 
 def profile_flops(config: Config, shape: Shape, work: ProfileWork) -> float:

@@ -63,6 +63,15 @@ def test_every_stage_is_its_work_times_the_measured_rate() -> None:
     assert {found[stage].peak_memory_bytes for stage in ("answers", "targets", "evaluate")} == {400 + (1 << 40)}
 
 
+def test_training_holds_what_its_loop_was_seen_to_take_but_no_less_than_it_must() -> None:
+    seen = replace(RATES, train_bytes=1 << 40)
+    peaks = [
+        one.peak_memory_bytes for rates in (RATES, seen) for one in predict(setting(), rates) if one.stage == "train"
+    ]
+    assert peaks[0] is not None and peaks[0] > RATES.base_bytes
+    assert peaks[1] is not None and 1 << 40 < peaks[1] < (1 << 40) + peaks[0]
+
+
 def test_every_active_stage_is_priced_and_only_rolling_or_live_move_the_target() -> None:
     device = Device(1e12, 1e11)
     cached = {cost.stage: cost for cost in price(setting("train.steps=250"), device)}
