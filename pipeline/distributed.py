@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Train
-from pipeline.errors import ConfigError
+from pipeline.errors import ArtifactError, ConfigError, DsparkError
 from pipeline.launched import deepspeed_file, engine_of
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -68,6 +70,20 @@ class Ranks:
     def first(self, value: Any) -> Any:
         """Rank 0's plain data, on every rank."""
         return self.gather(value)[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns here, once it has succeeded everywhere. Where it failed on one rank, all raise that."""
+        error: DsparkError | None = None
+        try:
+            found = work()
+        except DsparkError as raised:
+            error = raised
+        failures = [(number, text) for number, text in enumerate(self.gather(error and str(error))) if text is not None]
+        if error is not None:
+            raise error
+        if failures:
+            raise ArtifactError(f"rank {failures[0][0]}: {failures[0][1]}")
+        return found
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()

@@ -40,12 +40,12 @@ def traced(artifact: Artifact) -> Iterator[None]:
             raise
         except BaseException as error:
             with contextlib.suppress(Exception):  # the disk may be the reason
-                _note_failure(artifact, error)
+                note_failure(artifact, error)
             raise
 
 
-def _note_failure(artifact: Artifact, error: BaseException) -> None:
-    """Only the first: where one rank fails, the others soon fail for want of it."""
+def note_failure(artifact: Artifact, error: BaseException) -> None:
+    """Write failed.json. Only the first: where one rank fails, the others soon fail for want of it."""
     path = artifact.path / FAILED
     if not path.exists():
         text, code = f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1)

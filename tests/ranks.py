@@ -232,7 +232,8 @@ def _rank(request: dict[str, Any], rank: int, port: int, release: int) -> None:
         code = _call(request, folder, rank)
         sys.stdout.flush()
         sys.stderr.flush()
-        select.select([release], [], [], request["timeout"])
+        if code == 0:  # one that failed leaves at once, as a process does: its peers notice
+            select.select([release], [], [], request["timeout"])
     finally:
         os._exit(code)  # no destructors: a process group may hold threads that abort at interpreter exit
 

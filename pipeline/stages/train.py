@@ -13,12 +13,13 @@ from __future__ import annotations
 import torch
 
 from pipeline.chain import StageContext
-from pipeline.distributed import Ranks, started
+from pipeline.distributed import started
 from pipeline.preflight import refuse_mask_token_in_corpus
 from pipeline.progress import progress, rank, say
 from pipeline.training.adopt import adopt
 from pipeline.training.loop import train
 from pipeline.training.session import Session
+from pipeline.training.sources import open_source
 
 
 def run(context: StageContext) -> None:
@@ -33,12 +34,12 @@ def run(context: StageContext) -> None:
         return
     special_tokens = context.chain["tokens"].manifest().get("special_tokens", {}) if "tokens" in context.chain else {}
     refuse_mask_token_in_corpus(context.config, special_tokens)
-    with started(context.config.train) as ranks:
-        _train(context, ranks)
+    with started(context.config.train) as ranks, open_source(context, ranks) as reader:
+        _train(Session.open(context, ranks, reader))
 
 
-def _train(context: StageContext, ranks: Ranks) -> None:
-    session = Session.open(context, ranks)
+def _train(session: Session) -> None:
+    context, ranks = session.context, session.ranks
     for line in session.summary():
         say(line)
     total, start = session.total, session.point.start

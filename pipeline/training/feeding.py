@@ -2,6 +2,10 @@
 
 feeding = Feeding.beside(context, device)              # rank 0; does nothing where another process feeds already
 feeding.alive()                                        # raises when shards can no longer be expected
+feeding.close()                                        # training has ended, in whatever way
+
+A request to stop reaches ranks in the midst of a step, some of them waiting for a shard. The thread goes on feeding
+until training has left, so that the step ends and all ranks save it together.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from functools import partial
 import torch
 
 from pipeline import stopping
+from pipeline.artifact import read_json
 from pipeline.chain import StageContext
 from pipeline.corpus.tokens import read_tokens
 from pipeline.errors import ArtifactError
@@ -30,9 +35,11 @@ from pipeline.shards.stream import ShardStream
 from pipeline.shards.supply import Computed, Copied, Supply
 from pipeline.shards.tokenrows import TokenRows
 from pipeline.target import Target
+from pipeline.trace import FAILED, note_failure
 from pipeline.training.batches import held_out
 
 _IDLE_SECONDS = 0.1
+_LEAVE_SECONDS = 10.0
 LEASE = "feeder.json"
 
 
@@ -88,9 +95,13 @@ def feed(feeder: Feeder, done: Callable[[], bool]) -> None:
     """
     while not done():
         stopping.check()
-        if not feeder.step():
-            time.sleep(_IDLE_SECONDS)
+        _work(feeder)
     feeder.clear()
+
+
+def _work(feeder: Feeder) -> None:
+    if not feeder.step():
+        time.sleep(_IDLE_SECONDS)
 
 
 class Feeding:
@@ -99,9 +110,11 @@ class Feeding:
     def __init__(self, context: StageContext) -> None:
         self._train = context.chain["train"]
         self._path = context.chain["targets"].path / LEASE
+        self._patience = context.config.launch.grace_seconds / 2
         self.thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._seen = time.monotonic()
+        self._left = threading.Event()
+        self._seen, self._asked = time.monotonic(), float("inf")
 
     @classmethod
     def beside(cls, context: StageContext, device: torch.device) -> Feeding:
@@ -131,18 +144,44 @@ class Feeding:
     def _run(self, feeder: Feeder, held: contextlib.ExitStack) -> None:
         try:
             with held:
-                feed(feeder, lambda: self._train.complete)
-        except BaseException as error:  # noqa: BLE001 - told to the ranks that wait, by `alive`
+                while not self._train.complete:
+                    if self._left.is_set():
+                        return
+                    _work(feeder)
+                feeder.clear()
+        except BaseException as error:  # noqa: BLE001 - told by `alive`, to ranks that wait: this one may not
             self._error = error
+            with contextlib.suppress(Exception):  # the disk may be the reason
+                note_failure(self._train, error)
 
     def alive(self) -> None:
-        """Called while waiting for a shard. Raises what ended the feeder, or ArtifactError when nobody feeds."""
-        stopping.check()
+        """Called while waiting for a shard. Raises what ended the feeder, or ArtifactError when nobody feeds.
+
+        Raises Stopped once half of `launch.grace_seconds` has gone by since a stop was asked for: time to go unsaved.
+        """
         if self._error is not None:
             raise self._error
+        failed = self._train.path / FAILED
+        if failed.exists():
+            raise ArtifactError(f"another rank failed: {read_json(failed)['error']}")
         now = time.monotonic()
+        if stopping.requested() is not None:
+            self._asked = min(self._asked, now)
+            if now - self._asked > self._patience:
+                stopping.check()
         with contextlib.suppress(OSError):
             if time.time() - self._path.stat().st_mtime < STALE_SECONDS:
                 self._seen = now
         if now - self._seen > 2 * STALE_SECONDS:
             raise ArtifactError(f"{self._path}: no sign of life from the process that feeds target shards")
+
+    def close(self) -> None:
+        """Let the thread end: after a finished training with the cache cleared, otherwise as it stands.
+
+        Raises what had ended it before, for which training will have lost another rank.
+        """
+        self._left.set()
+        if self.thread is not None:
+            self.thread.join(_LEAVE_SECONDS)  # a shard that takes longer is dropped with the process
+        if self._error is not None and not self._train.complete:
+            raise self._error

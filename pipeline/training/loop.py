@@ -95,6 +95,7 @@ def _end_step(run: Run, done: int, begun: Begun | None, reason: str | None) -> N
     if done in (run.start, run.stop) or reason is not None or done % run.save_every == 0:
         run.events.save(done, begun)
     if reason is not None and (done < run.stop or begun is not None):
+        run.engine.ranks.barrier()  # leaving at once can abort a rank that is still sending
         raise Stopped(reason)
 
 

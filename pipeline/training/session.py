@@ -30,7 +30,7 @@ from pipeline.training.plots import draw
 from pipeline.training.recorder import Recorder, publish
 from pipeline.training.resume import Point, check_frozen, find
 from pipeline.training.rows import CachedRows, Split
-from pipeline.training.sources import open_source
+from pipeline.training.sources import Source
 from pipeline.training.state import Snapshot, load_moments, load_weights, shapes
 from pipeline.training.terms import Terms
 
@@ -64,11 +64,10 @@ class Session:
         return train.steps or train.epochs * self.schedule.steps_per_epoch
 
     @classmethod
-    def open(cls, context: StageContext, ranks: Ranks) -> Session:
+    def open(cls, context: StageContext, ranks: Ranks, reader: Source) -> Session:
         """Read what training needs, check it, and build the drafter as it starts or as it was saved."""
         config = context.config
         dtype = getattr(torch, config.train.precision)
-        reader = open_source(context, ranks.device)
         split = Split(reader.index, config.train.validation_fraction, config.seed)
         setup.check_rows(split, len(reader))
         rows = CachedRows(reader, dtype, ranks.device)

@@ -1,6 +1,7 @@
 """Where training rows come from: a finished cache, one that rolls, or the frozen target beside the drafter.
 
-    reader = open_source(context, device)                  # offers index, spec, summary, encoded, batch
+    with open_source(context, ranks) as reader:            # offers index, spec, summary, encoded, batch
+        ...
 
 All give the same row for the same number; `targets.mode: live` stores nothing and pays a target forward per row and
 epoch, `rolling` pays the same in another thread or process, through a cache of `targets.max_bytes`; `streamed` fills
@@ -10,11 +11,14 @@ such a cache from a finished one under a URL, without a target.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from pipeline.chain import StageContext
 from pipeline.corpus.tokens import read_tokens
+from pipeline.distributed import Ranks
 from pipeline.errors import ConfigError
 from pipeline.frozen import text_config
 from pipeline.preflight import default_layers
@@ -28,11 +32,18 @@ from pipeline.training.feeding import Feeding, load_target, validation_of
 Source = ShardReader | LiveReader | RollingReader
 
 
-def open_source(context: StageContext, device: torch.device) -> Source:
-    """The reader `targets.mode` asks for; a target that runs beside training is loaded onto `device`.
+@contextmanager
+def open_source(context: StageContext, ranks: Ranks) -> Iterator[Source]:
+    """The reader `targets.mode` asks for; a target that runs beside training is loaded onto the rank's device.
 
-    Raises ConfigError for a target that is itself split over the ranks: every rank reads other rows.
+    Raises ConfigError for a target that is itself split over the ranks: every rank reads other rows. What one rank
+    raises, a damaged shard that only its node sees, is raised on all.
     """
+    with ExitStack() as stack:
+        yield ranks.together(lambda: _open(context, ranks.device, stack))
+
+
+def _open(context: StageContext, device: torch.device, stack: ExitStack) -> Source:
     mode = context.config.targets.mode
     if mode == "cached":
         return ShardReader.open(context.inputs["targets"])
@@ -41,7 +52,7 @@ def open_source(context: StageContext, device: torch.device) -> Source:
             f"targets.mode: {mode} runs the target over one rank's rows; target.tensor_parallel cannot serve it: "
             "use a cache"
         )
-    return _live(context, device) if mode == "live" else _rolling(context, device)
+    return _live(context, device) if mode == "live" else _rolling(context, device, stack)
 
 
 def _live(context: StageContext, device: torch.device) -> LiveReader:
@@ -67,12 +78,13 @@ def _live(context: StageContext, device: torch.device) -> LiveReader:
     )  # fmt: skip
 
 
-def _rolling(context: StageContext, device: torch.device) -> RollingReader:
+def _rolling(context: StageContext, device: torch.device, stack: ExitStack) -> RollingReader:
     artifact = context.inputs["targets"]
     manifest = artifact.manifest()
     summary = manifest["targets"]
     spec = Spec.of(summary)
     feeding = Feeding.beside(context, device) if rank() == 0 else Feeding(context)
+    stack.callback(feeding.close)
     return RollingReader(
         context.chain["tokens"],
         artifact,
