@@ -21,7 +21,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pipeline.speculative.teacher import DraftVocabulary, Head, Teacher, Workspace, head_logits, product
+from pipeline.speculative.teacher import (
+    DraftVocabulary,
+    Head,
+    Law,
+    Teacher,
+    Workspace,
+    head_logits,
+    row_tile,
+)
 
 Divergence = Literal["tv", "kl"]
 
@@ -171,51 +179,55 @@ class _Accumulator:
     def add(self, start: int, end: int) -> None:
         """Statistics and gradients of the slots start ... end - 1."""
         problem, here = self.problem, slice(start, end)
-        kl = problem.divergence == "kl"
         z_cC, slope_cC = self.logits(here)
         used_P, law_row_c = torch.unique_consecutive(problem.rows_S[here], return_inverse=True)
         law = problem.teacher.law(used_P, problem.words, self.dtype, problem.target_head, self.work)
-        labels_c1 = problem.labels_S[here].clamp(min=0)[:, None]
-        best_c1 = law.best_P[law_row_c][:, None]
+        rows = row_tile(z_cC)
+        for first, (z_tC, law_row_t) in enumerate(zip(z_cC.split(rows), law_row_c.split(rows), strict=True)):
+            at = start + first * rows
+            self.judge(z_tC, law, law_row_t, slice(at, at + len(z_tC)))
+        if self.gradients:
+            self.spread(z_cC, slope_cC, here)
 
-        top_c1 = z_cC.amax(1, keepdim=True)
-        hit_c1 = (z_cC.gather(1, best_c1.clamp(min=0)) >= top_c1) & (best_c1 >= 0)
-        self.greedy_S[here] = hit_c1.squeeze(1).to(self.dtype)
-        label_z_c1 = z_cC.gather(1, labels_c1)
-        p_cC = torch.softmax(z_cC, dim=1, out=self.buffer("p", end - start))
-        lse_c1 = top_c1 - p_cC.amax(1, keepdim=True).log()
-        self.ce_S[here] = (lse_c1 - label_z_c1).squeeze(1)
+    def judge(self, z_tC: Tensor, law: Law, law_row_t: Tensor, here: slice) -> None:
+        """Statistics of some slots of a chunk; where gradients are wanted, theirs take the place of the logits."""
+        problem, kl = self.problem, self.problem.divergence == "kl"
+        labels_t1 = problem.labels_S[here].clamp(min=0)[:, None]
+        best_t1 = law.best_P[law_row_t][:, None]
 
-        difference_cC = law.subtract_from(p_cC, law_row_c, out=self.buffer("difference", end - start) if kl else z_cC)
-        outside_c = self.outside_S[here] = law.outside_P[law_row_c]
-        self.l1_S[here] = torch.linalg.vector_norm(difference_cC, ord=1, dim=1) + outside_c
+        top_t1 = z_tC.amax(1, keepdim=True)
+        hit_t1 = (z_tC.gather(1, best_t1.clamp(min=0)) >= top_t1) & (best_t1 >= 0)
+        self.greedy_S[here] = hit_t1.squeeze(1).to(self.dtype)
+        label_z_t1 = z_tC.gather(1, labels_t1)
+        p_tC = torch.softmax(z_tC, dim=1, out=self.buffer("p", len(z_tC)))
+        lse_t1 = top_t1 - p_tC.amax(1, keepdim=True).log()
+        self.ce_S[here] = (lse_t1 - label_z_t1).squeeze(1)
+
+        difference_tC = law.subtract_from(p_tC, law_row_t, out=self.buffer("difference", len(z_tC)) if kl else z_tC)
+        outside_t = self.outside_S[here] = law.outside_P[law_row_t]
+        self.l1_S[here] = torch.abs(difference_tC, out=self.buffer("absolute", len(z_tC))).sum(1) + outside_t
         if kl:
-            difference_cC = law.within(p_cC.shape[1]).subtract_from(p_cC, law_row_c, out=difference_cC)
-            self.divergence_S[here] = _kl(p_cC, difference_cC, z_cC, lse_c1)
+            difference_tC = law.within().subtract_from(p_tC, law_row_t, out=difference_tC)
+            self.divergence_S[here] = _kl(p_tC, difference_tC, z_tC, lse_t1)
         else:
             self.divergence_S[here] = self.l1_S[here]
         if not self.gradients:
             return
-        ce_c, weight_c = problem.weights.ce_S[here], problem.weights.divergence_S[here]
+        ce_t, weight_t = problem.weights.ce_S[here], problem.weights.divergence_S[here]
         if kl:
-            g_cC = difference_cC.mul_(weight_c[:, None]).addcmul_(p_cC, ce_c[:, None])
+            g_tC = torch.mul(difference_tC, weight_t[:, None], out=z_tC).addcmul_(p_tC, ce_t[:, None])
         else:
-            signed_cC = difference_cC.sign_().mul_(p_cC)
-            mean_c = signed_cC.sum(1)
-            g_cC = signed_cC.mul_(weight_c[:, None]).addcmul_(p_cC, (ce_c - weight_c * mean_c)[:, None])
-        g_cC.scatter_add_(1, labels_c1, -ce_c[:, None])
-        self.spread(g_cC, slope_cC, here)
+            signed_tC = difference_tC.sign_().mul_(p_tC)
+            mean_t = signed_tC.sum(1)
+            g_tC = signed_tC.mul_(weight_t[:, None]).addcmul_(p_tC, (ce_t - weight_t * mean_t)[:, None])
+        g_tC.scatter_add_(1, labels_t1, -ce_t[:, None])
 
     def logits(self, here: slice) -> tuple[Tensor, Tensor | None]:
         """Draft logits of a chunk, and where a soft-cap bends the head its slope at every logit."""
         head, slots = self.problem.draft_head, here.stop - here.start
-        z_cC = head_logits(self.hidden_SD[here], head, self.buffer("z", slots), self.work)
-        slope_cC = None
-        if head.softcap is not None and self.gradients:
-            slope_cC = self.buffer("slope", slots).copy_(z_cC).div_(head.softcap)
-            slope_cC.square_().neg_().add_(1)
-        if self.markov_Sr is not None and self.w2_Cr is not None:
-            product(self.markov_Sr[here], self.w2_Cr, z_cC, self.work, add=True)
+        slope_cC = self.buffer("slope", slots) if head.softcap is not None and self.gradients else None
+        bias = None if self.markov_Sr is None or self.w2_Cr is None else (self.markov_Sr[here], self.w2_Cr)
+        z_cC = head_logits(self.hidden_SD[here], head, self.buffer("z", slots), self.work, bias=bias, slope=slope_cC)
         return z_cC, slope_cC
 
     def spread(self, g_cC: Tensor, slope_cC: Tensor | None, here: slice) -> None:

@@ -14,6 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+# On a CPU, work between two matrix products goes tile by tile: what was just written is still in the cache when read.
+TILE_ELEMENTS = 2**20
+
+
+def row_tile(values: Tensor) -> int:
+    """Rows of [N, C] to work on at a time between two matrix products."""
+    return max(1, len(values) if values.is_cuda else TILE_ELEMENTS // values.shape[1])
+
 
 class Workspace:
     """Buffers that successive chunks reuse: fresh memory is mapped page by page, which costs more than computing."""
@@ -70,45 +78,50 @@ class Law:
     """p_t on P positions over the draft vocabulary: either dense, or `uniform` everywhere but at the kept tokens.
 
     Where a kept token has no draft id, `ids` and `probs` repeat another entry of the same row: writing it twice does no
-    harm. `inside` is p_t's mass in the draft vocabulary; `best` the draft id of its most likely token, or -1.
+    harm. `inside` is p_t's mass in the draft vocabulary, which has `size` tokens; `best` the draft id of its most
+    likely token, or -1. Where `divisor` is set, the law is what was stored over it, and uniform where it is zero.
     """
 
     inside_P: Tensor
     best_P: Tensor
+    size: int
     dense_PC: Tensor | None = None
     uniform_P: Tensor | None = None
     ids_Pn: Tensor | None = None
     probs_Pn: Tensor | None = None
+    divisor_P: Tensor | None = None
 
     @property
     def outside_P(self) -> Tensor:
         """p_t's mass outside the draft vocabulary."""
         return (1 - self.inside_P).clamp(min=0)
 
-    def within(self, size: int) -> Law:
-        """The law given that the token is one of the draft vocabulary's `size`; overwrites a dense one.
+    def within(self) -> Law:
+        """The law given that the token is one of the draft vocabulary.
 
         Its divisor is not 1 - `outside`: a sure target leaves less mass inside than that difference can hold. Where it
         leaves none at all, the law is uniform.
         """
-        empty_P1 = (self.inside_P <= 0)[:, None]
-        mass_P1 = self.inside_P[:, None].masked_fill(empty_P1, 1.0)
-        whole_P = torch.ones_like(self.inside_P)
-        if self.dense_PC is not None:
-            return Law(whole_P, self.best_P, self.dense_PC.div_(mass_P1).masked_fill_(empty_P1, 1 / size))
-        assert self.uniform_P is not None and self.probs_Pn is not None
-        uniform_P1 = (self.uniform_P[:, None] / mass_P1).masked_fill_(empty_P1, 1 / size)
-        probs_Pn = (self.probs_Pn / mass_P1).masked_fill_(empty_P1, 1 / size)
-        return Law(whole_P, self.best_P, None, uniform_P1[:, 0], self.ids_Pn, probs_Pn)
+        return replace(self, inside_P=torch.ones_like(self.inside_P), divisor_P=self.inside_P)
 
     def subtract_from(self, p_cC: Tensor, row_c: Tensor, out: Tensor) -> Tensor:
         """out = p - p_t, where slot c of the chunk reads row `row_c`; in the sparse form p_t itself is never built."""
         if self.dense_PC is not None:
-            return torch.index_select(self.dense_PC, 0, row_c, out=out).neg_().add_(p_cC)
+            law_cC = self._divided(torch.index_select(self.dense_PC, 0, row_c, out=out), row_c)
+            return torch.sub(p_cC, law_cC, out=out)
         assert self.uniform_P is not None and self.ids_Pn is not None and self.probs_Pn is not None
         ids_cn = self.ids_Pn[row_c]
-        kept_cn = p_cC.gather(1, ids_cn) - self.probs_Pn[row_c]
-        return torch.sub(p_cC, self.uniform_P[row_c][:, None], out=out).scatter_(1, ids_cn, kept_cn)
+        kept_cn = p_cC.gather(1, ids_cn) - self._divided(self.probs_Pn[row_c], row_c)
+        uniform_c1 = self._divided(self.uniform_P[row_c][:, None], row_c)
+        return torch.sub(p_cC, uniform_c1, out=out).scatter_(1, ids_cn, kept_cn)
+
+    def _divided(self, stored: Tensor, row_c: Tensor) -> Tensor:
+        """Stored probabilities of some slots [c, any], divided in place."""
+        if self.divisor_P is None:
+            return stored
+        divisor_c1 = self.divisor_P[row_c][:, None]
+        empty_c1 = divisor_c1 <= 0
+        return stored.div_(divisor_c1.masked_fill(empty_c1, 1.0)).masked_fill_(empty_c1, 1 / self.size)
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,7 @@ class TopTeacher:
         ids_Pn = self.ids_Pn[rows_P].long()
         best_P = ids_Pn.gather(1, probs_Pn.argmax(1, keepdim=True)).squeeze(1)
         if words is None:
-            return Law(torch.ones_like(uniform_P), best_P, None, uniform_P, ids_Pn, probs_Pn)
+            return Law(torch.ones_like(uniform_P), best_P, self.vocab_size, None, uniform_P, ids_Pn, probs_Pn)
         ids_Pn = words.labels(ids_Pn)
         known_Pn = ids_Pn >= 0
         inside_P = (probs_Pn * known_Pn).sum(1) + uniform_P * (words.size - known_Pn.sum(1))
@@ -148,7 +161,7 @@ class TopTeacher:
         spare_P1 = torch.where(some_P1, probs_Pn.gather(1, first_P1), uniform_P[:, None])
         probs_Pn = torch.where(known_Pn, probs_Pn, spare_P1)
         ids_Pn = torch.where(known_Pn, ids_Pn, ids_Pn.gather(1, first_P1).clamp(min=0))
-        return Law(inside_P, words.labels(best_P), None, uniform_P, ids_Pn, probs_Pn)
+        return Law(inside_P, words.labels(best_P), words.size, None, uniform_P, ids_Pn, probs_Pn)
 
     def tail_mass(self) -> Tensor:
         """Mass of the tokens that were not kept, [P]: it bounds the error of 1/2 TV."""
@@ -210,41 +223,72 @@ Teacher = TopTeacher | HiddenTeacher | FullTeacher
 
 def _dense(logits_PV: Tensor, words: DraftVocabulary | None) -> Law:
     """The law of logits, which are overwritten."""
-    best_P = logits_PV.argmax(1)
-    probs_PV = logits_PV.sub_(logits_PV.gather(1, best_P[:, None])).exp_()
-    probs_PV.div_(probs_PV.sum(1, keepdim=True))
+    probs_PV, best_P = logits_PV, torch.empty(len(logits_PV), dtype=torch.long, device=logits_PV.device)
+    rows = row_tile(logits_PV)
+    for part_tV, best_t in zip(logits_PV.split(rows), best_P.split(rows), strict=True):
+        torch.argmax(part_tV, 1, out=best_t)
+        part_tV.sub_(part_tV.gather(1, best_t[:, None])).exp_()
+        part_tV.div_(part_tV.sum(1, keepdim=True))
     if words is None:
-        return Law(torch.ones_like(probs_PV[:, 0]), best_P, probs_PV)
+        return Law(torch.ones_like(probs_PV[:, 0]), best_P, probs_PV.shape[1], probs_PV)
     inside_PC = probs_PV.index_select(1, words.ids_C)
-    return Law(inside_PC.sum(1), words.labels(best_P), inside_PC)
+    return Law(inside_PC.sum(1), words.labels(best_P), words.size, inside_PC)
 
 
-def head_logits(hidden_ND: Tensor, head: Head, out: Tensor, work: Workspace) -> Tensor:
+def head_logits(
+    hidden_ND: Tensor,
+    head: Head,
+    out: Tensor,
+    work: Workspace,
+    *,
+    bias: tuple[Tensor, Tensor] | None = None,
+    slope: Tensor | None = None,
+) -> Tensor:
     """Logits [N, V] into `out` (fp32 or fp64), with the head's scale and soft-cap; hidden and head share a dtype.
 
-    A bf16 product is not left with bf16 logits (S15). CUDA writes fp32 results. The CPU has no such product: there the
-    rounded result y is followed by the product minus y, itself rounded, and the two are added in fp32, which keeps
-    16 bits and is still faster than casting to fp32.
+    bias: a pair ([N, r], [V, r]) whose product is added last. slope: gets the soft-cap's derivative at every logit.
     """
-    product(hidden_ND, head.weight_VD, out, work)
-    if head.scale != 1.0:
-        out.mul_(head.scale)
-    if head.softcap is not None:
-        out.div_(head.softcap).tanh_().mul_(head.softcap)
+    for at in _column_tiles(hidden_ND, out):
+        here = out[:, at]
+        _product(hidden_ND, head.weight_VD[at], here, work)
+        if head.scale != 1.0:
+            here.mul_(head.scale)
+        if head.softcap is not None:
+            here.div_(head.softcap).tanh_()
+            if slope is not None:
+                torch.square(here, out=slope[:, at]).neg_().add_(1)
+            here.mul_(head.softcap)
+        if bias is not None:
+            _product(bias[0], bias[1][at], here, work, add=True)
     return out
 
 
-def product(a_ND: Tensor, b_VD: Tensor, out: Tensor, work: Workspace, *, add: bool = False) -> None:
-    """out = a @ b.T, or out += a @ b.T, with `out` in fp32 or fp64 whatever the dtype of a and b."""
+def _column_tiles(hidden_ND: Tensor, out: Tensor) -> list[slice]:
+    """All columns at once where a product writes them as they are to be; tiles where it needs several passes."""
+    columns = out.shape[1]
+    direct = hidden_ND.is_cuda or hidden_ND.dtype == out.dtype
+    width = columns if direct else max(1, TILE_ELEMENTS // max(1, len(out)))
+    return [slice(first, first + width) for first in range(0, columns, width)]
+
+
+def _product(a_ND: Tensor, b_VD: Tensor, out: Tensor, work: Workspace, *, add: bool = False) -> None:
+    """out = a @ b.T, or out += a @ b.T, with `out` in fp32 or fp64 whatever the dtype of a and b.
+
+    A bf16 product is not left with bf16 results (S15). CUDA writes fp32. The CPU has no such product: there the rounded
+    result y is followed by the product minus y, itself rounded, and the two are added in fp32, which keeps 16 bits and
+    is still faster than casting to fp32.
+    """
     if a_ND.dtype == out.dtype:
         out.addmm_(a_ND, b_VD.t(), beta=1.0 if add else 0.0)
+    elif add and not a_ND.is_cuda:
+        out.addmm_(a_ND.to(out.dtype), b_VD.t().to(out.dtype))  # as fast where the inner dimension is a Markov rank
     elif a_ND.is_cuda:
         wide = torch.mm(a_ND, b_VD.t(), out_dtype=out.dtype)
         _ = out.add_(wide) if add else out.copy_(wide)
     else:
         rows, columns = out.shape
-        wide = work.get("p", rows, columns, out.dtype)  # the draft's probabilities are not there yet
-        rounded = torch.mm(a_ND, b_VD.t(), out=work.get("narrow", rows, columns, a_ND.dtype))
+        rounded = torch.mm(a_ND, b_VD.t(), out=work.get("narrow tile", rows, columns, a_ND.dtype))
+        out.copy_(rounded)
         # Adding a bf16 tensor to an fp32 one directly takes several times as long as copying it first.
-        _ = out.add_(wide.copy_(rounded)) if add else out.copy_(rounded)
+        wide = work.get("wide tile", rows, columns, out.dtype)
         out.add_(wide.copy_(rounded.addmm_(a_ND, b_VD.t(), beta=-1.0)))

@@ -196,6 +196,16 @@ def test_any_chunk_size_gives_the_same(chunk: int, source: str) -> None:
         assert distance(value, expected[name]) < 1e-12, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("variant", [{}, {"softcap": 5.0}, {"divergence": "kl", "words": 50, "source": "last_hidden"}])
+def test_any_tile_size_gives_the_same(variant: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = problem(dtype=dtype, **variant)
+    expected = run(slot_loss, arguments, chunk=17)
+    monkeypatch.setattr("pipeline.speculative.teacher.TILE_ELEMENTS", 64)
+    for name, value in run(slot_loss, arguments, chunk=17).items():
+        assert distance(value, expected[name]) < (1e-12 if dtype == torch.float64 else 1e-5), name
+
+
 def test_chunks_never_split_a_teacher_row() -> None:
     rows = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 3])
     for chunk in (1, 3, 4, 100):
