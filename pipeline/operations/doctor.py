@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 
 from pipeline import preflight
 from pipeline.artifact import versions
-from pipeline.chain import resolve
+from pipeline.chain import active, resolve
 from pipeline.config import Config
 from pipeline.corpus.inspect import Findings, examine
 from pipeline.corpus.rows import read_rows
 from pipeline.errors import ConfigError, DsparkError
 from pipeline.identity import target_folder
+from pipeline.preflight import machine
 from pipeline.progress import say
 
 Check = tuple[str, str, str]  # state (ok, warning, problem), what, finding
@@ -62,13 +63,19 @@ def _environment() -> Iterator[Check]:
 
 
 def _target(config: Config) -> Iterator[Check]:
-    try:
-        preflight.check(config)
-    except ConfigError as error:
-        for problem in error.problems:
-            yield "problem", "target", problem
-    else:
-        yield "ok", "target", f"{target_folder(config)}: layers, mask token and draft vocabulary fit"
+    """What of the configuration the target, a stage after hours, or this machine would refuse."""
+    problems: list[str] = []
+    for check in (preflight.check, lambda made: preflight.check_stages(made, active(made))):
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += error.problems
+    for problem in dict.fromkeys(problems):
+        yield "problem", "target", problem
+    if not problems:
+        yield "ok", "target", f"{target_folder(config)}: layers, mask token, draft vocabulary and stages fit"
+    for problem in machine.problems(config, active(config)):
+        yield "problem", "machine", problem
 
 
 def _places(config: Config) -> Iterator[Check]:
