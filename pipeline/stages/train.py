@@ -6,6 +6,10 @@
 
 One optimizer step is one global batch, whatever computes it. Killed, preempted or resized anywhere, the same command
 goes on from the last checkpoint, and ends with the same weights. A finished artifact is never trained again.
+
+Sent SIGTERM, torchrun and accelerate pass it on to the ranks, which save and end with 0; the launcher itself exits with
+1 all the same, and kills ranks that take longer than TORCH_ELASTIC_SHUTDOWN_TIMEOUT (30 s). SIGUSR1 ends the launcher
+and leaves its ranks running. So scripts around them read `stopped.json`, and signal the ranks as `dspark run` does.
 """
 
 from __future__ import annotations

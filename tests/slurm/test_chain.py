@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pipeline.chain import STAGES
 from tests.conftest import Proof
 from tests.slurm.cluster import ENDED, Cluster
+from tests.stages.test_readme import BY_HAND
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -161,6 +163,17 @@ def test_a_job_near_its_time_limit_is_told_stops_and_goes_on(site: Site, proof: 
     cluster.run("scancel", job)
     cluster.wait(job, 60)
     assert steps_of(folder) == list(range(1, steps_of(folder)[-1] + 1))
+
+
+@pytest.mark.parametrize("line", BY_HAND)
+def test_the_lines_of_the_readme_do_their_stage(line: str, site: Site, chain: dict[str, Any]) -> None:
+    """Word for word but for the configuration file and the numbers of processes and GPUs."""
+    overrides = ["targets.topk=12"] if "shards" in line else ["train.steps=4"]
+    _, *words = shlex.split(line.replace("per-node=8", "per-node=1").replace("gpu:8", "gpu:1").replace("0-7", "0-1"))
+    end = words.index("-c")
+    job = site.sbatch(*words[:end], *site.words(*overrides), *words[end + 2 :])
+    assert set(site.cluster.wait(job, 300)) == {"COMPLETED"}
+    assert site.status(*overrides)[words[end - 1]]["state"] == "done"
 
 
 def test_a_killed_array_task_is_completed_by_the_same_line(site: Site, chain: dict[str, Any]) -> None:

@@ -39,12 +39,13 @@ README = commands((ROOT / "README.md").read_text(encoding="utf-8"))
 LAUNCHED = [line for line in README if "-m pipeline" in line]
 OWN = [line for line in README if line.startswith("dspark ") and "FILE" not in line]
 ON_A_FILE = [line for line in README if line.startswith("dspark ") and "FILE" in line]
+BY_HAND = [line for line in README if line.startswith("sbatch ")]  # executed by tests/slurm/test_chain.py
 MADE = {"make run": "dspark run", "make test": "pytest", "make ui": "mlflow server"}
 
 
 def test_no_command_of_the_readme_is_left_out() -> None:
     assert len(README) > 10
-    assert set(README) == {*LAUNCHED, *OWN, *ON_A_FILE, *MADE}, "no test here executes what differs"
+    assert set(README) == {*LAUNCHED, *OWN, *ON_A_FILE, *BY_HAND, *MADE}, "no test here executes what differs"
 
 
 # ------------------------------------------------------------------------------------------------ dspark
@@ -99,16 +100,20 @@ def test_commands_on_any_file(line: str, finished: Path, tmp_path: Path, capsys:
         assert "sbatch" in capsys.readouterr().out
 
 
+def launched(line: str, work_dir: Path) -> list[str]:
+    """A launcher's line as it runs here: 2 ranks where the README says 8, and a port that is free."""
+    words = shlex.split(line.replace("FILE", str(configured(work_dir))).replace("per_node 8", "per_node 2"))
+    free_port = {"torchrun": ["--standalone"], "accelerate": ["launch", "--main_process_port", "0"]}[words[0]]
+    return [str(BIN / words[0]), *free_port, *(words[2:] if words[0] == "accelerate" else words[1:])]
+
+
 @pytest.mark.case("CFG-06")
 @pytest.mark.parametrize("line", LAUNCHED)
 def test_two_real_ranks_give_the_losses_of_one(line: str, finished: Path, tmp_path: Path) -> None:
-    """Started by their launcher as processes; 2 ranks where the README says 8, and a port that is free."""
+    """Started by their launcher as processes."""
     work_dir = copied(finished, tmp_path, "train")
-    words = shlex.split(line.replace("FILE", str(configured(work_dir))).replace("per_node 8", "per_node 2"))
-    free_port = {"torchrun": ["--standalone"], "accelerate": ["launch", "--main_process_port", "0"]}[words[0]]
-    options = words[2:] if words[0] == "accelerate" else words[1:]
     done = subprocess.run(
-        [str(BIN / words[0]), *free_port, *options], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        launched(line, work_dir), cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
