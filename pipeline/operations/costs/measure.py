@@ -57,9 +57,9 @@ from pipeline.training.terms import Terms
 
 _FORWARD_TOKENS = 3072  # of the targets piece
 _PREFILL_TOKENS = 640  # of the prefill piece
-_ROUNDS, _STEPS = 3, 24  # after a warm-up of one round, and of
-_WARM_STEPS = 4
-_TRAIN_SECONDS = 10.0  # no more train steps after this long
+_ROUNDS = 3  # after one to warm up
+_STEPS, _WARM_STEPS = 96, 4  # steps of unlike sizes leave gaps in the heap: what it takes levels off at about a hundred
+_TRAIN_SECONDS = 20.0  # no more train steps after this long
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "mlflow")  # what a run has loaded besides: part of every peak
 _FEWER = 4  # a second batch size: a quarter of the first
 

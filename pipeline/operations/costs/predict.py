@@ -52,7 +52,7 @@ def _train(setting: Setting, rates: Rates, stage: str) -> Predicted:
     """Steps at the measured rate; validation is a forward of a step's rows.
 
     Memory: what the loop was seen to take (or, where that is less, what a single process must hold), the target's
-    embedding, the mapped cache once all of it was read, and a checkpoint's copy of weights and moments.
+    embedding, the mapped cache once all of it was read, and checkpoints' copies of weights and moments.
     """
     config, steps = setting.config, setting.training
     seconds = (rates.train_per_step or 0.0) * (steps.steps + steps.validated_rows / steps.rows * _FOLLOWED)
@@ -62,7 +62,8 @@ def _train(setting: Setting, rates: Rates, stage: str) -> Predicted:
     parts = {"loop": max(sum(parts.values()), rates.train_bytes), "frozen embedding and head": embedding}
     if config.targets.mode == "cached":
         parts["mapped cache"] = disk.cache_bytes(setting.spec, setting.corpus, config.data.shard_rows)
-    parts["checkpoint"] = 12.0 * DraftSize.of(setting.draft).total
+    snapshots = 2 if steps.steps > config.train.save_every else 1  # the last one is held while the next is taken
+    parts["checkpoints"] = snapshots * 12.0 * DraftSize.of(setting.draft).total
     return Predicted(stage, seconds, rates.base_bytes + sum(parts.values()))
 
 
