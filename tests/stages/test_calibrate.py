@@ -10,11 +10,15 @@ import torch
 
 from pipeline.artifact import read_json, sha256_file, write_json
 from pipeline.chain import resolve
+from pipeline.config import load
+from pipeline.corpus.demo import demo_rows
 from pipeline.decoding.calibration import calibrate as calibrate_file
 from pipeline.decoding.calibration import drift, halves, read_calibration, read_records
 from pipeline.decoding.recorded import read_shard
 from pipeline.errors import ArtifactError, DataError
+from pipeline.runner import run_chain
 from pipeline.stages import calibrate, evaluate
+from tests.conftest import ROOT
 from tests.stages.prepared import context_of, prepare
 
 
@@ -179,3 +183,22 @@ def test_foreign_or_thresholded_shards_are_refused(tmp_path, extra, message):
     shard(tmp_path / "stem.0.0.pt", 9, 0, **extra)
     with pytest.raises(DataError, match=message):
         read_shard(tmp_path / "stem.0.0.pt", 4)
+
+
+@pytest.mark.prove
+def test_on_report_prompts_the_demo_drafters_scores_say_more_than_before(proof, tmp_path):
+    """S24, S25: with enough records, mean ECE falls on prompts that were neither trained on nor fitted."""
+    if not proof.full or not list((ROOT / "work").glob("train/*/manifest.json")):
+        pytest.skip(f"decodes 630 prompts with the drafter of `make run` below {ROOT / 'work'}: part of `make prove`")
+    prompts = tmp_path / "fresh.jsonl"
+    with prompts.open("w", encoding="utf-8") as lines:
+        for name, start, count in (("gsm_symbolic", 2000, 230), ("codeio", 300, 200), ("chatterbot", 260, 200)):
+            for row in demo_rows(name, start=start, stop=start + count, seed=0):
+                turns = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"][:2]
+                lines.write(json.dumps({"domain": name, "turns": turns}) + "\n")
+    words = [f"calibrate.prompt_sets=[{prompts}]", "calibrate.num_prompts=630", "calibrate.max_new_tokens=96"]
+    config = load(ROOT / "configs" / "smollm2.yaml", [*words, "tracking.enabled=false"])
+    found = run_chain(config, ["calibrate"])["calibrate"].manifest()["ece"]
+    for name, ece in found.items():
+        proof.note(f"mean ECE at {name}", f"{ece['before']:.4f} before, {ece['after']:.4f} after")
+    assert all(ece["after"] < ece["before"] for ece in found.values()), found
