@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn errors into one clear message and an exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would deadlock on its threads
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # longer spins made steps 5 x slower on busy cores
-    # oneDNN keeps 1,024 compiled products, hundreds of MB where lengths vary. Fewer cost some CPU time
-    # to compile again: 80 train steps took 17.1 and 18.0 s with 128, 15.6 and 17.3 s with 1,024, on a busy machine.
+    # oneDNN keeps 1,024 compiled products, hundreds of MB where lengths vary. Three paired runs of 150 train steps took
+    # the same time with 128 (medians 28.0 and 28.3 s) and 250 MB less.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
