@@ -16,7 +16,14 @@ from typing import Any
 from pipeline.artifact import FORMAT, Artifact
 from pipeline.config import Config, Section, result_fields
 from pipeline.errors import ConfigError
-from pipeline.identity import Hashes, prompt_sets_identity, source_identity, target_folder, target_identity
+from pipeline.identity import (
+    Hashes,
+    prompt_sets_identity,
+    recorded_files,
+    source_identity,
+    target_folder,
+    target_identity,
+)
 
 Names = tuple[str, ...]
 
@@ -115,18 +122,24 @@ def _prompt_sets(config: Config) -> dict[str, Any]:
 
 
 def _calibration_sets(config: Config) -> dict[str, Any]:
-    """Content of the sets, wherever their files lie; nothing where the chain's own split is used."""
-    if config.calibrate.prompt_sets is None:
+    """Content and order of the sets, wherever their files lie; nothing where the chain's own split is used."""
+    names = config.calibrate.prompt_sets
+    if names is None:
         return {}
-    setting = "calibrate.prompt_sets"
-    return {"prompts": prompt_sets_identity(config, config.calibrate.prompt_sets, setting=setting, heldout=True)}
+    sets = prompt_sets_identity(config, names, setting="calibrate.prompt_sets", heldout=True)
+    return {"prompts": {**sets, "order": [Path(name).name for name in names]}}
+
+
+def _server(config: Config) -> dict[str, Any]:
+    """What a server was seen to do says nothing about this process, nor about another server."""
+    return {} if config.profile.endpoint is None else {"endpoint": config.profile.endpoint}
 
 
 def _recorded(config: Config) -> dict[str, Any]:
     if config.calibrate.records is None:
         return {}
-    pattern, hashes = Path(config.calibrate.records), Hashes(config.work_dir)
-    return {"records": [hashes.file(path) for path in sorted(pattern.parent.glob(pattern.name))]}
+    hashes = Hashes(config.work_dir)
+    return {"records": [hashes.file(path) for path in recorded_files(config.calibrate.records)]}
 
 
 STAGES: dict[str, Stage] = {
@@ -154,7 +167,7 @@ STAGES: dict[str, Stage] = {
             "shards",
             also=_together(_template_file, _recorded, _calibration_sets),
         ),
-        Stage("profile", ("profile",), lambda config: (), True),
+        Stage("profile", ("profile",), lambda config: (), True, also=_server),
         Stage(
             "evaluate",
             ("evaluate", "template", "seed"),

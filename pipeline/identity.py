@@ -132,6 +132,12 @@ def source_identity(config: Config, source: Source) -> dict[str, Any]:
     return {"hub": text, "revision": hub_commit(text, source.revision)}
 
 
+def recorded_files(pattern: str) -> list[Path]:
+    """Files that `calibrate.records` names, sorted; its last part may be a glob."""
+    path = Path(pattern)
+    return sorted(file for file in path.parent.glob(path.name) if file.is_file()) if path.name else []
+
+
 def prompt_sets_identity(
     config: Config, names: Sequence[str], *, setting: str, heldout: bool = False
 ) -> dict[str, dict[str, str]]:

@@ -102,6 +102,8 @@ def _from_file(raw: Raw, path: Path) -> Prompt:
     except Skip as skip:
         raise DataError(f"{path}:{raw.line}: no `turns` and no chat ({skip.reason}); one prompt a line") from skip
     system, turns = _turns(messages)
+    if not turns:
+        raise DataError(f"{path}:{raw.line}: no question but one for a tool; one prompt a line")
     return Prompt(name, turns, domain, system)
 
 

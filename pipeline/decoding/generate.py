@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pipeline import chain as chain_table
-from pipeline.config import Config
+from pipeline.config import Config, Evaluate, parse_yaml, validate
 from pipeline.corpus.prompts import Prompt
 from pipeline.decoding.engine import Generation
 from pipeline.decoding.playing import Player
@@ -28,17 +28,20 @@ _MARKS = {True: ("\033[32m", "\033[0m"), False: ("‹", "›")}
 def generate(config: Config, arguments: argparse.Namespace) -> None:
     """Print the answer to `arguments.text`, its tau and speed.
 
-    Raises ArtifactError before the train stage has finished, DataError when the prompt cannot be answered.
+    Raises ConfigError for options out of range, ArtifactError before the train stage has finished, DataError when the
+    prompt cannot be answered.
     """
+    settings = _asked(config, arguments)
     train = chain_table.resolve(config)["train"]
     if not train.complete:
         raise ArtifactError(f"generate reads the trained drafter, and {train.path} is not finished: run `dspark run`")
-    temperature = float(arguments.temperature or 0.0)
-    limit = int(arguments.max_new_tokens or config.evaluate.max_new_tokens)
     player = Player.load(config, target_folder(config), dtype=config.evaluate.dtype, drafter=train.path / "draft")
     started = time.perf_counter()
     (played,) = player.play(
-        [Prompt("prompt", (arguments.text,), "prompt")], temperature=temperature, max_new_tokens=limit, batch_size=1
+        [Prompt("prompt", (arguments.text,), "prompt")],
+        temperature=settings.temperatures[0],
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=1,
     )
     seconds = time.perf_counter() - started
     if played.error is not None:
@@ -46,6 +49,15 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
     answer = played.answers[0]
     say(marked(answer, player.template.decode, terminal=sys.stdout.isatty()), result=True)
     say(facts(answer, seconds), result=True)
+
+
+def _asked(config: Config, arguments: argparse.Namespace) -> Evaluate:
+    """`evaluate` with what was asked for in the place of its own, within the same bounds."""
+    tree = config.model_dump(mode="json")
+    tree["evaluate"]["temperatures"] = [parse_yaml(arguments.temperature or "0")]
+    if arguments.max_new_tokens is not None:
+        tree["evaluate"]["max_new_tokens"] = parse_yaml(arguments.max_new_tokens)
+    return validate(tree).evaluate
 
 
 def from_draft(answer: Generation) -> list[bool]:

@@ -8,7 +8,6 @@ counts as one prompt (a single file as two halves), and fit and report take alte
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from pipeline.artifact import atomic_path
 from pipeline.decoding.calibration import HEADER
 from pipeline.errors import DataError
+from pipeline.identity import recorded_files
 
 
 def read_shard(path: Path, block_size: int) -> tuple[Tensor, Tensor]:
@@ -28,16 +28,17 @@ def read_shard(path: Path, block_size: int) -> tuple[Tensor, Tensor]:
     Raises DataError when it is something else: other keys, another block size, a threshold, a mask with holes (CAL-02).
     """
     try:
-        shard = torch.load(path, map_location="cpu", weights_only=True)
+        shard = dict(torch.load(path, map_location="cpu", weights_only=True))
         logits, mask = shard["logits"].float(), shard["prefix_mask"].bool()
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - what a file that is something else raises depends on what it is
         raise DataError(f"{path}: not a shard of logits and prefix_mask ({type(error).__name__}: {error})") from error
     if logits.shape != mask.shape or logits.ndim != 2 or logits.shape[1] != block_size:
         raise DataError(
             f"{path}: logits {list(logits.shape)} and prefix_mask {list(mask.shape)}; both must be [n, {block_size}], "
             "the drafter's block size"
         )
-    if shard.get("threshold", 0) or shard.get("temperatures") is not None:
+    threshold = shard.get("threshold")
+    if (threshold is not None and torch.as_tensor(threshold).any()) or shard.get("temperatures") is not None:
         raise DataError(f"{path}: recorded with a threshold or with STS temperatures; record without either")
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise DataError(f"{path}: prefix_mask has slots accepted after a rejected one: not a prefix mask")
@@ -48,7 +49,7 @@ def read_shard(path: Path, block_size: int) -> tuple[Tensor, Tensor]:
 
 def import_shards(pattern: str, path: Path, identity: Mapping[str, Any]) -> int:
     """Write one records file from all shards a glob names; returns the number of records. Raises DataError."""
-    files = sorted(Path(pattern).parent.glob(Path(pattern).name))
+    files = recorded_files(pattern)
     if not files:
         raise DataError(f"calibrate.records: no file matches {pattern}")
     shards = [read_shard(file, int(identity["block_size"])) for file in files]

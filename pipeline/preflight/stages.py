@@ -11,7 +11,7 @@ from pipeline.architecture import activation_of, text_part
 from pipeline.artifact import read_json
 from pipeline.benchmarks import HELDOUT
 from pipeline.config import Config
-from pipeline.identity import target_file, target_json
+from pipeline.identity import recorded_files, target_file, target_json
 from pipeline.preflight.facts import TargetFacts
 
 # Layers whose state can be cut back after a rejected draft; the engine's cache holds no others.
@@ -119,9 +119,8 @@ def _continuation(config: Config) -> Iterator[str]:
 def _calibration(config: Config) -> Iterator[str]:
     settings = config.calibrate
     if settings.records is not None:
-        pattern = Path(settings.records)
-        if not any(pattern.parent.glob(pattern.name)):
-            yield f"calibrate.records: {pattern}: no such file"
+        if not recorded_files(settings.records):
+            yield f"calibrate.records: {settings.records}: no such file"
     elif config.data.calibration_fraction == 0 and settings.prompt_sets is None:
         yield "data.calibration_fraction: 0 leaves the calibrate stage without prompts; raise it"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 FIELDS_ONLY = {"check": "fields only"}  # validation context: what does not go together is told elsewhere
 Dtype = Literal["float32", "bfloat16"]
@@ -25,11 +25,30 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _not_tiny(value: float) -> float:
+    """Logits over a smaller temperature leave fp32; whoever means the most likely token says 0."""
+    if 0.0 < value < 1e-3:
+        raise ValueError("0 (the most likely token) or at least 0.001 is expected")
+    return value
+
+
+def _apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Files are named by these, six digits of a number: no two may share a name."""
+    names = [value if isinstance(value, str) else f"{value:g}" for value in values]
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"{', '.join(repeated)} stands there more than once")
+    return values
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=False)]
+Temperature = Annotated[NonNegative, AfterValidator(_not_tiny)]
+Temperatures = Annotated[tuple[Temperature, ...], Field(min_length=1), AfterValidator(_apart)]
+Names = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_apart)]
 
 
 def result(default: Any = ..., doc: str = "", **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pipeline.schema.base import Count, Dtype, Fraction, Natural, NonNegative, Positive, Section, execution, result
+from pipeline.schema.base import Count, Dtype, Fraction, Natural, Positive, Section, Temperature, execution, result
 
 
 class TinyTarget(Section):
@@ -96,7 +96,7 @@ class Answers(Section):
     backend: Literal["local", "openai"] = result("local", "in-process generation or an OpenAI-compatible server")
     model: str | None = result(None, "model name sent to the server; default target.model")
     dtype: Dtype = result("bfloat16", "compute dtype of in-process generation")
-    temperature: NonNegative = result(0.7, "sampling temperature; 0 is greedy")
+    temperature: Temperature = result(0.7, "sampling temperature; 0 is greedy")
     top_p: Fraction = result(1.0, "nucleus mass")
     top_k: Natural = result(0, "0 keeps all tokens")
     max_new_tokens: Count = result(2048, "answer length cap")

@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pipeline.schema.base import Count, Dtype, Fraction, Natural, NonNegative, Section, execution, result
+from pipeline.schema.base import (
+    Count,
+    Dtype,
+    Fraction,
+    Names,
+    Natural,
+    Section,
+    Temperature,
+    Temperatures,
+    execution,
+    result,
+)
 
 
 class Calibrate(Section):
-    temperatures: tuple[NonNegative, ...] = result((0.0, 1.0), "served temperatures, one file each", min_length=1)
-    prompt_sets: tuple[str, ...] | None = execution(
-        None, "names or JSONL files of turns, such as the traffic you serve; null: the calibration split", min_length=1
+    temperatures: Temperatures = result((0.0, 1.0), "served temperatures, one file each")
+    prompt_sets: Names | None = execution(
+        None, "names or JSONL files of turns, such as the traffic you serve; null: the calibration split"
     )
     num_prompts: Count = result(64, "prompts, half of which fit and half report")
     records: str | None = result(None, ".pt shards recorded by SGLang (file name may be a glob), not decoded here")
     max_new_tokens: Count = result(256, "per prompt")
-    bins: Count = result(15, "ECE bins")
+    bins: Count = result(15, "ECE bins", le=1000)
     dtype: Dtype = result("float32", "compute dtype")
     batch_size: Count = execution(16, "rows decoded together")
 
     def problems(self) -> Iterator[str]:
+        if self.num_prompts < 2:
+            yield "num_prompts: one half of the prompts is fitted on, the other reported on: at least 2"
+        if self.max_new_tokens < 2:
+            yield "max_new_tokens: the first token comes before any round: at least 2"
         if self.records is not None and self.prompt_sets is not None:
             yield "records and prompt_sets exclude each other: recorded rounds bring their own prompts"
         if self.records is not None and len(self.temperatures) != 1:
@@ -36,11 +51,17 @@ class Profile(Section):
     synthetic: Literal["constant", "sqrt", "staircase"] | None = result(None, "a named curve instead of a measurement")
     endpoint: str | None = execution(None, "profile a running OpenAI-compatible server by load")
 
+    def problems(self) -> Iterator[str]:
+        if self.synthetic is not None and self.endpoint is not None:
+            yield "synthetic and endpoint exclude each other: the table is made up, or a server's"
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            yield f"endpoint: a base URL such as http://host:8000/v1 is expected, found {self.endpoint!r}"
+
 
 class Evaluate(Section):
-    prompt_sets: tuple[str, ...] = result(("heldout",), "`heldout`, names such as gsm8k, or JSONL files of turns")
+    prompt_sets: Names = result(("heldout",), "`heldout`, names such as gsm8k, or JSONL files of turns")
     num_prompts: Count | None = result(None, "per prompt set; null takes all")
-    temperatures: tuple[NonNegative, ...] = result((0.0, 1.0), "one record each", min_length=1)
+    temperatures: Temperatures = result((0.0, 1.0), "one record each")
     top_p: Fraction = result(1.0, "target nucleus mass; the law is the truncated one")
     top_k: Natural = result(0, "0 keeps all tokens")
     max_new_tokens: Count = result(256, "per turn")
@@ -72,6 +93,6 @@ class Export(Section):
     )
     dtype: Dtype = result("bfloat16", "stored dtype")
     include_target_tensors: bool = result(False, "add the target's embedding and head")
-    temperature: NonNegative = result(1.0, "whose STS file ships")
+    temperature: Temperature = result(1.0, "whose STS file ships")
     max_shard_bytes: Count = result(5_000_000_000, "larger exports are split")
     license: str | None = result(None, "licence named in the model card; null: that of the target and the data")

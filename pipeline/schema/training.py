@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pipeline.schema.base import Count, Dtype, Fraction, Natural, NonNegative, Positive, Section, execution, result
+from pipeline.schema.base import (
+    Count,
+    Dtype,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Whole,
+    execution,
+    result,
+)
 
 
 class Targets(Section):
     mode: Literal["cached", "live", "rolling", "streamed"] = result(
         "cached", "build a cache, run the target beside the drafter, both by turns, or read a finished cache from a URL"
     )
-    layers: tuple[int, ...] | None = result(None, "tapped decoder layers; null spreads five over the depth")
+    layers: tuple[Whole, ...] | None = result(None, "tapped decoder layers; null spreads five over the depth")
     taps: Literal["bf16", "fp8", "int8", "int4", "int3", "int2"] = result("int8", "hidden-state codec")
     channel_rms: bool = result(False, "static per-channel RMS before int4/int3/int2")
     logits: Literal["last_hidden", "topk", "full"] = result("topk", "target-distribution codec")
@@ -44,11 +55,11 @@ class Draft(Section):
     markov_rank: Natural = result(256, "rank r of the sequential head")
     confidence: bool = result(True, "confidence head")
     taps: bool = result(True, "feed the target's hidden states; off is the no-taps control")
-    mask_token_id: int | None = result(None, "token of the empty slots; an unused row of the target's embedding")
+    mask_token_id: Whole | None = result(None, "token of the empty slots; an unused row of the target's embedding")
     allow_used_mask_token: bool = result(False, "accept a mask token that looks used (pad, eos, end-of-turn)")
     vocabulary: Count | None = result(None, "draft vocabulary size; null is the target's")
     init: Literal["random", "target_layers"] = result("random", "where draft layers start")
-    init_layers: tuple[int, ...] | None = result(
+    init_layers: tuple[Whole, ...] | None = result(
         None, "target layers copied by init target_layers; null: the last ones"
     )
     intermediate_size: Count | None = result(None, "MLP width; null is the target's")

@@ -68,10 +68,18 @@ def run(context: StageContext) -> None:
 
 
 def _prompts(context: StageContext) -> list[Prompt]:
+    """Prompts that differ: one that is asked twice would be fitted on and reported on (S25)."""
     data, names = context.inputs["data"], context.config.calibrate.prompt_sets
     if names is None:
-        return list(split_prompts(data, "calibration"))
-    return [prompt for name in names for prompt in load_prompts(name, data=data)]
+        found = list(split_prompts(data, "calibration"))
+    else:
+        found = [prompt for name in names for prompt in load_prompts(name, data=data)]
+    apart: dict[Any, Prompt] = {}
+    for prompt in found:
+        apart.setdefault((prompt.system, prompt.turns), prompt)
+    if len(apart) < len(found):
+        say(f"calibrate: {len(found) - len(apart)} of {len(found)} prompts ask what another one asks; left out")
+    return list(apart.values())
 
 
 def _import(context: StageContext, identity: dict[str, Any]) -> None:

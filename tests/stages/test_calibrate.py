@@ -58,6 +58,29 @@ def test_prompt_sets_of_your_own_take_the_place_of_the_split(tmp_path):
     assert {stage for stage in before if before[stage] != after[stage]} == {"calibrate", "evaluate", "export"}
 
 
+def test_what_the_prompt_sets_are_and_their_order_are_part_of_the_artifact(tmp_path):
+    file = tmp_path / "served.jsonl"
+    file.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n', encoding="utf-8")
+    orders = ([file], [file, "heldout"], ["heldout", file], ["heldout"])
+    words = [f"calibrate.prompt_sets=[{', '.join(map(str, names))}]" for names in orders]
+    paths = {
+        resolve(load(ROOT / "configs" / "debug.yaml", [f"work_dir={tmp_path}", word]))["calibrate"].path
+        for word in words
+    }
+    assert len(paths) == len(orders)
+
+
+@pytest.mark.case("CAL-05")
+def test_s25_a_question_asked_twice_is_not_fitted_on_and_reported_on(tmp_path, capsys):
+    file = tmp_path / "served.jsonl"
+    file.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in "abcab"), encoding="utf-8")
+    context = context_of(prepare(tmp_path / "work", f"calibrate.prompt_sets=[{file}]"), "calibrate")
+    calibrate.run(context)
+    _, _, header = read_records(context.artifact.path / "records-T0.npz")
+    assert [name for name, _, _ in header["prompts"]] == ["served-00001", "served-00002", "served-00003"]
+    assert "2 of 5 prompts ask what another one asks" in capsys.readouterr().out
+
+
 def test_s25_fit_and_report_prompts_are_disjoint_and_hold_all_domains():
     fit, report = halves(["a", "b", "a", "a", "b", "c", "b"])
     assert (fit, report) == ([0, 1, 3, 5, 6], [2, 4])
@@ -175,7 +198,7 @@ def test_shards_recorded_by_sglang_are_fitted(tmp_path):
 @pytest.mark.case("CAL-02")
 @pytest.mark.parametrize(
     ("extra", "message"),
-    [({"threshold": 0.5}, "threshold"),
+    [({"threshold": 0.5}, "threshold"), ({"threshold": torch.tensor([0.0, 0.5])}, "threshold"),
      ({"prefix_mask": torch.tensor([[0, 1, 0, 0]]).expand(9, 4)}, "after a rejected"),
      ({"logits": torch.zeros(9, 5)}, "block size"), ({"prefix_mask": None}, "not a shard")],
 )  # fmt: skip
@@ -183,6 +206,14 @@ def test_foreign_or_thresholded_shards_are_refused(tmp_path, extra, message):
     shard(tmp_path / "stem.0.0.pt", 9, 0, **extra)
     with pytest.raises(DataError, match=message):
         read_shard(tmp_path / "stem.0.0.pt", 4)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", torch.zeros(3), [1, 2], {"logits": 3}], ids=repr)
+def test_a_file_that_is_something_else_is_no_shard(tmp_path, content):
+    path = tmp_path / "stem.0.0.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(DataError, match="not a shard"):
+        read_shard(path, 4)
 
 
 @pytest.mark.prove

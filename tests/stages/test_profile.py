@@ -10,6 +10,8 @@ import time
 import pytest
 
 from pipeline.artifact import read_json
+from pipeline.chain import resolve
+from pipeline.config import load
 from pipeline.decoding.portions import grid, rows_of
 from pipeline.decoding.sps import synthetic
 from pipeline.speculative.scheduler import SpsTable
@@ -90,3 +92,9 @@ def test_a_running_server_is_profiled_by_load(tmp_path):
     assert found["sample_batch_tokens"] == [1, 2, 4] and url in found["source"]
     assert Streaming.peaks == {1, 2, 3, 4}, "as many streams at once as the largest batch has tokens, and no more"
     assert 0 < min(found["sample_steps_per_sec"]) <= max(found["sample_steps_per_sec"]) < 200
+
+
+def test_a_server_and_this_process_have_tables_of_their_own(tmp_path):
+    servers = ([], ["profile.endpoint=http://a/v1"], ["profile.endpoint=http://b/v1"])
+    paths = {resolve(load("configs/debug.yaml", [f"work_dir={tmp_path}", *words]))["profile"].path for words in servers}
+    assert len(paths) == 3

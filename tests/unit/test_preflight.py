@@ -193,6 +193,8 @@ def told(folder: Path, stages: list[str], **sections: Any) -> str:
         ("tokens", {"template": {"chat_template": None}}, "has no chat template (a base model?)"),
         ("train", {"train": {"continue_from": "nowhere"}}, "is not a finished train artifact"),
         ("calibrate", {"calibrate": {"records": "absent-*.pt", "temperatures": [1.0]}}, "absent-*.pt: no such file"),
+        ("calibrate", {"calibrate": {"records": "", "temperatures": [1.0]}}, "calibrate.records: : no such file"),
+        ("calibrate", {"calibrate": {"records": "/", "temperatures": [1.0]}}, "calibrate.records: /: no such file"),
         ("calibrate", {"data": {"calibration_fraction": 0.0}}, "leaves the calibrate stage without prompts"),
         ("evaluate", {"data": {"evaluation_fraction": 0.0}}, "leaves prompt set heldout empty"),
         (

@@ -31,6 +31,13 @@ def test_unreadable_lines_and_unknown_names_are_refused_with_what_to_do(tmp_path
         load_prompts(str(write_jsonl(tmp_path / "own.jsonl", [{"turns": ["Hi"]}, "{"])))
     with pytest.raises(DataError, match=r"own\.jsonl:1: no `turns` and no chat"):
         load_prompts(str(write_jsonl(tmp_path / "own.jsonl", [{"text": "Hi"}])))
+    for_a_tool = [
+        {"role": "user", "content": "q"},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "a"},
+    ]
+    with pytest.raises(DataError, match=r"own\.jsonl:1: no question but one for a tool"):
+        load_prompts(str(write_jsonl(tmp_path / "own.jsonl", [{"messages": for_a_tool}])))
     with pytest.raises(DataError, match="holds no prompt"):
         load_prompts(str(write_jsonl(tmp_path / "own.jsonl", [])))
     with pytest.raises(ConfigError, match=r"'gsm9k': no such file, and not one of heldout, gsm8k"):

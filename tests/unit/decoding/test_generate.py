@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
+import pytest
+
+from pipeline.config import load
 from pipeline.decoding.engine import Generation, Round
-from pipeline.decoding.generate import facts, from_draft, marked
+from pipeline.decoding.generate import facts, from_draft, generate, marked
+from pipeline.errors import ConfigError
+from tests.conftest import ROOT
 
 WORDS = ["The", " cat", " sat", " on", " a", " mat", "."]
 
@@ -29,3 +36,10 @@ def test_a_character_split_over_tokens_is_not_cut():
 
 def test_the_line_below_counts_rounds_only():
     assert "tau 2.00 over 3 rounds" in facts(ANSWER, 2.0) and "7 tokens in 2.0 s (3.5 tokens/s)" in facts(ANSWER, 2.0)
+
+
+@pytest.mark.parametrize("option", [{"temperature": "warm"}, {"temperature": "-1"}, {"max_new_tokens": "0"}], ids=repr)
+def test_options_that_mean_nothing_are_refused_first(option):
+    given = {"text": "Hi", "temperature": None, "max_new_tokens": None, **option}
+    with pytest.raises(ConfigError, match=f"evaluate.{next(iter(option))}"):
+        generate(load(ROOT / "configs" / "debug.yaml"), Namespace(**given))
