@@ -164,7 +164,8 @@ class Artifact:
             row = self.row(name)
             if row is None:
                 raise ArtifactError(f"{self.path / name}: not published; the stage cannot finish")
-            rows.append({key: row[key] for key in ("file", "samples", "bytes", "sha256") if key in row})
+            facts = {key: row[key] for key in ("file", "samples", "bytes", "sha256") if key in row}
+            rows.append({**facts, "row": digest(row)})
             for reason, count in row.get("skipped", {}).items():
                 total[reason] = total.get(reason, 0) + count
         manifest = {
@@ -204,12 +205,12 @@ class Artifact:
             raise ArtifactError("\n".join([*problems, "run `dspark repair` or remove the folder"]))
 
     def verify(self) -> list[str]:
-        """Names of files whose content is not what the manifest states (missing ones included).
+        """Names of files whose content, or whose shard row's, is not what the manifest states (missing ones included).
 
         A damaged manifest, or a request that does not hash to the folder's name, is named itself.
         """
         try:
-            self.manifest()
+            shards = [fact["file"] for fact in self.manifest()["shards"]]
         except ArtifactError:
             return ["manifest.json"]
         return [
@@ -217,7 +218,9 @@ class Artifact:
             *(
                 name
                 for name, fact in self.facts().items()
-                if not (self.path / name).exists() or sha256_file(self.path / name) != fact["sha256"]
+                if not (self.path / name).exists()
+                or sha256_file(self.path / name) != fact["sha256"]
+                or (name in shards and row_changed(self.row(name), fact))
             ),
         ]
 
@@ -227,6 +230,11 @@ class Artifact:
         except ArtifactError:
             same = False
         return [] if same else ["request.json"]
+
+
+def row_changed(row: dict[str, Any] | None, fact: Mapping[str, Any]) -> bool:
+    """Whether a shard's row is not the one its fact in the manifest was made from; older facts do not tell."""
+    return row is None or digest(row) != fact.get("row", digest(row))
 
 
 @cache

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.artifact import Artifact
+from pipeline.artifact import Artifact, row_changed
 from pipeline.errors import ArtifactError
 from pipeline.shards.calibration import RMS_FILE
 from pipeline.shards.check import check_shard
@@ -146,6 +146,8 @@ def row_problem(row: dict[str, Any] | None, fact: dict[str, Any]) -> str | None:
         return "its index row is missing or unreadable"
     if row.get("sha256") != fact["sha256"]:
         return "its index row belongs to another build (hash differs from the manifest)"
+    if row_changed(row, fact):
+        return "its index row was altered after the manifest was written"
     lengths = {name: len(row.get("index", {}).get(name, ())) for name in COLUMNS}
     if set(lengths.values()) != {fact["samples"]}:
         return f"the manifest counts {fact['samples']} samples, its index {lengths}"

@@ -8,6 +8,7 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 import webdataset
 from safetensors.torch import load as load_safetensors
 
-from pipeline.artifact import Artifact, sha256_file
+from pipeline.artifact import Artifact, digest, sha256_file
 from pipeline.errors import ArtifactError
 from pipeline.shards.check import members
 from pipeline.shards.index import Index
@@ -201,16 +202,17 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("honest_manifest", [False, True], ids=["manifest of the good file", "manifest rewritten"])
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_refused_at_open_with_the_shard_named(kind: str, honest_manifest: bool, copy: Artifact) -> None:
-    """Also when somebody wrote the new length and hash into manifest and row: the index still knows its members."""
+    """Also when somebody wrote the new length and hashes into manifest and row: the index still knows its members."""
     path = copy.path / SHARD
     DAMAGE[kind](path)
     if honest_manifest and path.exists():
         facts = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        manifest = json.loads(copy.manifest_path.read_text())
-        next(fact for fact in manifest["shards"] if fact["file"] == SHARD).update(facts)
-        copy.manifest_path.write_text(json.dumps(manifest))
         row_path = copy.path / "rows" / f"{SHARD}.json"
-        row_path.write_text(json.dumps({**json.loads(row_path.read_text()), **facts}))
+        row = {**json.loads(row_path.read_text()), **facts}
+        row_path.write_text(json.dumps(row))
+        manifest = json.loads(copy.manifest_path.read_text())
+        next(fact for fact in manifest["shards"] if fact["file"] == SHARD).update(facts, row=digest(row))
+        copy.manifest_path.write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match=SHARD) as refused:
         ShardReader.open(copy)
     assert "train-00000" not in str(refused.value)
@@ -265,6 +267,24 @@ def test_an_index_row_of_another_build_is_refused(copy: Artifact) -> None:
     row_path.unlink()
     with pytest.raises(ArtifactError, match=SHARD):
         ShardReader.open(copy)
+
+
+@pytest.mark.parametrize("change", [{"tokens": 1}, {"id": "x"}, None], ids=["tokens", "ids", "lost"])
+def test_an_altered_or_lost_index_row_is_refused_and_named_by_verify(
+    change: dict[str, Any] | None, copy: Artifact
+) -> None:
+    """What `open` tells to repair, `repair` must find."""
+    row_path = copy.path / "rows" / f"{SHARD}.json"
+    if change is None:
+        row_path.unlink()
+    else:
+        row = json.loads(row_path.read_text())
+        for column, value in change.items():
+            row["index"][column][0] = value
+        row_path.write_text(json.dumps(row))
+    with pytest.raises(ArtifactError, match=f"{SHARD}: its index row"):
+        ShardReader.open(copy)
+    assert copy.verify() == [SHARD]
 
 
 @pytest.mark.case("CAB-03")
