@@ -164,7 +164,7 @@ class Artifact:
             row = self.row(name)
             if row is None:
                 raise ArtifactError(f"{self.path / name}: not published; the stage cannot finish")
-            facts = {key: row[key] for key in ("file", "samples", "bytes", "sha256") if key in row}
+            facts: dict[str, Any] = {key: row[key] for key in ("file", "samples", "bytes", "sha256") if key in row}
             rows.append({**facts, "row": digest(row)})
             for reason, count in row.get("skipped", {}).items():
                 total[reason] = total.get(reason, 0) + count
