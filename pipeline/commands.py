@@ -128,7 +128,7 @@ OTHER_COMMANDS = {
         (("artifact", "stage name, fingerprint or folder"), ("--json", "print as JSON")),
     ),
     "gc": Command(
-        "list artifacts no experiment refers to, and what deleting them frees",
+        "list artifacts neither an experiment nor this configuration refers to, and what deleting them frees",
         "dspark gc -c configs/debug.yaml",
         "pipeline.operations.lineage:gc",
         (("--yes", "delete them"), ("--json", "print as JSON")),

@@ -1,5 +1,5 @@
 """`dspark lineage ARTIFACT`: from any artifact back to the corpus, and forward to what was made from it.
-`dspark gc`: artifacts no experiment refers to, and what deleting them frees.
+`dspark gc`: artifacts that neither an experiment nor this configuration refers to, and what deleting them frees.
 """
 
 from __future__ import annotations
@@ -111,9 +111,12 @@ def _forward(key: tuple[str, str], known: dict[tuple[str, str], Any], depth: int
 
 
 def gc(config: Config, arguments: argparse.Namespace) -> None:
-    """Lists artifacts that no experiment's link reaches, directly or as an input. Deletes them only with --yes."""
+    """Lists artifacts that no experiment's link reaches, directly or as an input. Deletes them only with --yes.
+
+    An experiment links to what it last ran: what this configuration would find again is kept besides.
+    """
     known = requests(config.work_dir)
-    kept = _reachable(config.work_dir, known)
+    kept = _reachable(config.work_dir, known) | {(name, made.fingerprint) for name, made in resolve(config).items()}
     loose = [key for key in known if key not in kept and not alive(config.work_dir / key[0] / key[1])]
     sizes: dict[str, int] = {}
     for stage, fingerprint in loose:

@@ -51,13 +51,14 @@ def plan(config: Config, arguments: argparse.Namespace) -> None:
     )
     costs = price(setting, device)
     facts = {**_facts(setting, device, costs), "exists": [describe(artifact) for artifact in chain.values()]}
-    compared = compare.disk(costs, chain)
+    known = {} if arguments.rows else chain  # what is finished was not made from the rows that were given
+    compared = compare.disk(costs, known)
     if arguments.calibrate:
         from pipeline.operations.costs.measure import measure  # imports all that stages compute with
 
         rates = measure(setting)
         predicted = predict(setting, rates)
-        compared += compare.usage_of(predicted, chain)
+        compared += compare.usage_of(predicted, known)
         facts["calibration"] = {
             "rates": asdict(rates), "stages": [asdict(one) for one in predicted], "by_tau": by_tau(setting, rates),
         }  # fmt: skip

@@ -13,11 +13,14 @@ HIDDEN = "<redacted>"
 # after a word that says whose it is.
 _NAME = (
     r"(?:[\w.-]*(?:api[_-]?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|secret(?:[_-]?\w+)?|passw(?:or)?d|passphrase"
-    r"|credentials?|authorization)|(?:[\w.-]*(?:api|auth|access|hf|hub|bearer|session|refresh|id)[_-])?token)"
+    r"|credentials?|authorization|signature)|sig|(?:[\w.-]*(?:api|auth|access|hf|hub|bearer|session|refresh|id)[_-])?token)"
 )
 _SECRET_NAME = re.compile(rf"^{_NAME}$", re.IGNORECASE)
+# A quoted value is hidden up to its closing quote; a bare one to the next blank, but for the scheme of an HTTP header.
 _IN_TEXT = re.compile(
-    rf"(?P<key>[\"']?\b{_NAME}[\"']?\s*[:=]\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;}}\]]+)", re.IGNORECASE
+    rf"(?P<key>[\"']?\b{_NAME}[\"']?\s*[:=]\s*)"
+    r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote)).)+)|(?P<bare>(?:(?:bearer|basic)\s+)?[^\s\"',;}\]]+))",
+    re.IGNORECASE,
 )
 _SHAPES = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b")
 _IN_URI = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^\s/@:]*(?::[^\s/@]*)?@", re.IGNORECASE)
@@ -38,7 +41,9 @@ def redact_text(text: str) -> str:
 def _walk(value: Any, hidden: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if isinstance(item, str) and item and _SECRET_NAME.match(str(key)) else _walk(item, hidden)
+            key: HIDDEN
+            if item and not isinstance(item, int | float) and _SECRET_NAME.match(str(key))
+            else _walk(item, hidden)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -55,9 +60,10 @@ def _clean(text: str, hidden: list[str]) -> str:
 
 
 def _hide(match: re.Match[str]) -> str:
-    if _PLAIN.match(match["value"]) or match["value"] == HIDDEN:
+    value = match["quoted"] or match["bare"]
+    if _PLAIN.match(value) or value == HIDDEN:
         return match[0]
-    return f"{match['key']}{match['quote']}{HIDDEN}"
+    return f"{match['key']}{match['quote'] or ''}{HIDDEN}"
 
 
 def _environment_secrets() -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.__main__ import main
 from tests.conftest import Proof
 from tests.stages import whole_chain
 
@@ -38,6 +39,16 @@ def errors(facts: dict[str, Any], what: str, proof: Proof) -> dict[str, float]:
     for row in rows:
         proof.note(f"{row['stage']}, {what}", f"{row['predicted']:,.0f} planned, {row['actual']:,.0f} found")
     return {row["stage"]: row["error"] for row in rows}
+
+
+def test_rows_that_are_given_are_not_held_against_those_that_are_finished(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "-c", str(whole_chain.DEBUG), f"work_dir={finished}", *whole_chain.SMALLER, "--json"]
+    for more, compared in (([], {"targets", "train", "export"}), (["--rows", "1000"], set())):
+        capsys.readouterr()
+        assert main([*words, *more]) == 0
+        assert {row["stage"] for row in json.loads(capsys.readouterr().out)["compared"]} == compared
 
 
 @pytest.mark.prove

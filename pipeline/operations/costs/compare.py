@@ -28,11 +28,11 @@ class Compared:
 
 
 def disk(costs: Sequence[Cost], chain: Mapping[str, Artifact]) -> list[Compared]:
-    """Finished artifacts whose size follows from tensor shapes."""
+    """Finished artifacts whose size follows from tensor shapes. Stages that `chain` lacks are left out."""
     return [
         Compared(cost.stage, "bytes", cost.disk_bytes, actual)
         for cost in costs
-        if cost.exact and cost.disk_bytes and (actual := counted(chain[cost.stage]))
+        if cost.exact and cost.disk_bytes and cost.stage in chain and (actual := counted(chain[cost.stage]))
     ]
 
 
@@ -43,7 +43,7 @@ def usage_of(predicted: Sequence[Predicted], chain: Mapping[str, Artifact]) -> l
     """
     found = []
     for one in predicted:
-        lines = usage.read(chain[one.stage].path)
+        lines = usage.read(chain[one.stage].path) if one.stage in chain else []
         if not lines:
             continue
         spent = sum(line["cpu_seconds"] for line in lines)

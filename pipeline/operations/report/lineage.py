@@ -21,7 +21,8 @@ def lineage(story: Story) -> Parts:
     """Every stage with its fingerprint, inputs, folder and MLflow run."""
     rows: list[list[Cell]] = []
     for name, artifact in story.chain.items():
-        inputs = ", ".join(f"{source} {mark}" for source, mark in artifact.request["inputs"].items()) or "sources"
+        inputs = ", ".join(f"{source} {mark}" for source, mark in artifact.request["inputs"].items())
+        inputs = inputs or ("sources" if "sources" in artifact.request else "target")
         state = story.states[name]["state"]
         rows.append([
             name, artifact.fingerprint, state, inputs, _output(story, name), _run(story.config, artifact),

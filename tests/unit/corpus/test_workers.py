@@ -32,6 +32,12 @@ def test_workers_do_not_hear_stop_signals(preload: tuple[str, ...]) -> None:
     assert stopping.requested() is None and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
 
 
+@pytest.mark.case("DEP-05")
+def test_tokenizer_threads_are_off_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    assert list(each(os.getenv, ["TOKENIZERS_PARALLELISM"] * 2, workers=2)) == ["false", "false"]
+
+
 @pytest.mark.case("SLM-02")
 def test_the_process_that_started_them_stops_between_units() -> None:
     stopping.install()

@@ -193,6 +193,18 @@ def test_gc_lists_and_deletes_only_what_no_experiment_reaches(
     assert data.exists()
 
 
+def test_gc_keeps_what_its_own_configuration_finds_again(
+    work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trial with other settings takes the experiment's links over; the file's own artifacts are no garbage yet."""
+    trial = [*words(work_dir), "data.shard_rows=7"]
+    assert main(["data", *trial]) == 0
+    assert main(["gc", *words(work_dir), "--yes"]) == 0
+    assert "0 of 2 artifacts are unreferenced" in capsys.readouterr().out and data.exists()
+    assert main(["gc", *trial]) == 0
+    assert "1 of 2 artifacts are unreferenced" in capsys.readouterr().out
+
+
 def test_an_edited_request_or_a_damaged_manifest_is_named_and_repaired(
     work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,3 +33,9 @@ def test_forward_passes_and_disk_by_mode(capsys: pytest.CaptureFixture[str]) -> 
     assert cached["disk_bytes"] == cached["cache_bytes"] == live["cache_bytes"]
     assert (rolling["disk_bytes"], live["disk_bytes"]) == (5_000_000, 0)
     assert (streamed["target_passes"], streamed["target_flops"], streamed["disk_bytes"]) == (0, 0, 5_000_000)
+
+
+def test_where_the_chain_cannot_be_resolved_nothing_exists_to_compare_with(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, "data.sources=[{path: /nowhere/rows.jsonl}]")
+    assert found["disk_bytes"] == facts(capsys)["disk_bytes"]
+    assert (found["exists"], found["compared"]) == ([], [])

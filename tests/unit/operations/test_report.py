@@ -113,6 +113,8 @@ def test_a_chain_that_was_never_started_has_a_report_that_says_so(work_dir: Path
     assert [section for section in SECTIONS if f">{section}</h2>" not in text] == []
     for stage in ("targets", "train", "calibrate", "profile", "evaluate"):
         assert f"Nothing to show yet: stage {stage} is absent" in text
+    made_from = dict(re.findall(r"<tr><td>(\w+)</td><td>\w+</td><td>absent</td><td>(sources|target)</td>", text))
+    assert made_from == {"data": "sources", "profile": "target"}
     assert "train.learning_rate</td><td>0.004" in re.sub(r"\s*class=\"number\"", "", text), "the recipe needs no run"
     assert Outside(text).loaded == ["data:,"]
 

@@ -20,6 +20,7 @@ def test_named_secrets_at_any_depth_and_nothing_else() -> None:
     first, second = clean["deep"][0]["er"]
     assert first == {"api_key": HIDDEN}
     assert second == {"hf_token": HIDDEN, "token": HIDDEN, "DB_PASSWORD": HIDDEN, "token_count": 3}
+    assert redact({"password": ["a", "b"], "secret": {"value": "c"}}) == {"password": HIDDEN, "secret": HIDDEN}
 
 
 def test_credentials_in_uris_and_known_shapes() -> None:
@@ -38,6 +39,10 @@ def test_values_of_secret_environment_variables(monkeypatch: pytest.MonkeyPatch)
     [
         ("  api_key: abc123\n  steps: 4", f"  api_key: {HIDDEN}\n  steps: 4"),
         ('{"password": "abc", "mask_token_id": 5}', f'{{"password": "{HIDDEN}", "mask_token_id": 5}}'),
+        ("pipe:curl -H 'Authorization: Bearer ab.cd' h/{}", f"pipe:curl -H 'Authorization: {HIDDEN}' h/{{}}"),
+        ('passphrase: "two words" # mine', f'passphrase: "{HIDDEN}" # mine'),
+        ("https://h/x?part=3&X-Amz-Signature=ab1 and", f"https://h/x?part=3&X-Amz-Signature={HIDDEN} and"),
+        ("https://h/x?part=3&sig=ab1", f"https://h/x?part=3&sig={HIDDEN}"),
         ("hf_token: null", "hf_token: null"),
         ("pad_token: <pad>", "pad_token: <pad>"),
         ("tokens: {max_length: 64}", "tokens: {max_length: 64}"),
