@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config import Train
-from pipeline.errors import ArtifactError, ConfigError, DsparkError
+from pipeline.errors import ConfigError, DsparkError
 from pipeline.launched import deepspeed_file, engine_of
 
 T = TypeVar("T")
@@ -72,17 +72,23 @@ class Ranks:
         return self.gather(value)[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns here, once it has succeeded everywhere. Where it failed on one rank, all raise that."""
+        """What `work` returns here, once it has succeeded everywhere.
+
+        Where it failed on one rank, the others raise a DsparkError with its message and exit code.
+        """
         error: DsparkError | None = None
         try:
             found = work()
         except DsparkError as raised:
             error = raised
-        failures = [(number, text) for number, text in enumerate(self.gather(error and str(error))) if text is not None]
+        met = self.gather(None if error is None else (str(error), error.exit_code))
         if error is not None:
             raise error
-        if failures:
-            raise ArtifactError(f"rank {failures[0][0]}: {failures[0][1]}")
+        for number, failure in enumerate(met):
+            if failure is not None:
+                elsewhere = DsparkError(f"rank {number}: {failure[0]}")
+                elsewhere.exit_code = failure[1]
+                raise elsewhere
         return found
 
     def barrier(self) -> None:

@@ -38,6 +38,8 @@ def engine_of(train: Train, environ: Mapping[str, str]) -> str:
             f"train.sharded_checkpoints: {engine} checkpoints are gathered; use {', '.join(SHARDED)}, or leave it false"
         )
     problems += _alone(environ)
+    if world > 1 and environ.get("MASTER_PORT") == "0":
+        problems.append("MASTER_PORT is 0, where ranks would never meet; torchrun --standalone finds a port")
     wanted = environ.get("DSPARK_WORLD_SIZE")
     if wanted is not None and int(wanted) != world:
         problems.append(f"{wanted} processes were to be started, this one finds WORLD_SIZE {world}")

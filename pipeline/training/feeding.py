@@ -22,7 +22,7 @@ from pipeline import stopping
 from pipeline.artifact import read_json
 from pipeline.chain import StageContext
 from pipeline.corpus.tokens import read_tokens
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, Stopped
 from pipeline.lease import STALE_SECONDS, lease
 from pipeline.progress import say
 from pipeline.shards.feeder import Feeder
@@ -35,7 +35,7 @@ from pipeline.shards.stream import ShardStream
 from pipeline.shards.supply import Computed, Copied, Supply
 from pipeline.shards.tokenrows import TokenRows
 from pipeline.target import Target
-from pipeline.trace import FAILED, note_failure
+from pipeline.trace import FAILED, STOPPED, note_failure
 from pipeline.training.batches import held_out
 
 _IDLE_SECONDS = 0.1
@@ -157,13 +157,17 @@ class Feeding:
     def alive(self) -> None:
         """Called while waiting for a shard. Raises what ended the feeder, or ArtifactError when nobody feeds.
 
-        Raises Stopped once half of `launch.grace_seconds` has gone by since a stop was asked for: time to go unsaved.
+        Raises Stopped once half of `launch.grace_seconds` has gone by since a stop was asked for, here or of a rank
+        that has left for it: time to go unsaved.
         """
         if self._error is not None:
             raise self._error
         failed = self._train.path / FAILED
         if failed.exists():
             raise ArtifactError(f"another rank failed: {read_json(failed)['error']}")
+        stopped = self._train.path / STOPPED
+        if stopped.exists():
+            raise Stopped(read_json(stopped)["reason"])
         now = time.monotonic()
         if stopping.requested() is not None:
             self._asked = min(self._asked, now)

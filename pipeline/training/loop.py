@@ -36,6 +36,10 @@ class Events(Protocol):
         """`begun` is the validation of this step, where it is left to the next start."""
         ...
 
+    def flush(self) -> None:
+        """Until what was saved is on disk; raises what a save met."""
+        ...
+
 
 @dataclass
 class Run:
@@ -68,7 +72,7 @@ def train(run: Run) -> None:
     """Run the steps. The last one is always validated and saved.
 
     Raises:
-        Stopped: some rank was asked to stop; all ranks have saved the same step.
+        Stopped: some rank was asked to stop; all ranks have saved the same step, and it is on disk.
         DataError: a loss or gradient is not finite; names the samples.
     """
     ranks = run.engine.ranks
@@ -95,6 +99,7 @@ def _end_step(run: Run, done: int, begun: Begun | None, reason: str | None) -> N
     if done in (run.start, run.stop) or reason is not None or done % run.save_every == 0:
         run.events.save(done, begun)
     if reason is not None and (done < run.stop or begun is not None):
+        run.engine.ranks.together(run.events.flush)  # without its save, no rank has stopped cleanly
         run.engine.ranks.barrier()  # leaving at once can abort a rank that is still sending
         raise Stopped(reason)
 

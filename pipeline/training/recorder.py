@@ -90,6 +90,12 @@ class Recorder:
             if self.saver is not None:
                 self.saver.submit(self.last)
 
+    def flush(self) -> None:
+        """Until nothing is being written; raises what the last save raised."""
+        writer = self.parts or self.saver
+        if writer is not None:
+            writer.wait()
+
     def _snapshot(self, done: int) -> Snapshot:
         """The state after `done` steps; a collective."""
         if self.last is not None and self.last.step == done:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as read_parts
 from torch.distributed.checkpoint.state_dict_saver import save as write_parts
@@ -73,7 +73,7 @@ class PartsWriter:
             try:
                 write_parts(
                     state,
-                    checkpoint_id=f"{where[0]}/{FOLDER}",
+                    storage_writer=_PartWriter(f"{where[0]}/{FOLDER}"),
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
@@ -83,6 +83,18 @@ class PartsWriter:
                 (own / "state.json").write_text(json.dumps(dict(facts), sort_keys=True), encoding="utf-8")
         if self.saver is not None:
             self.saver.point_at(folder)
+
+
+class _PartWriter(FileSystemWriter):
+    """torch's own, which raises what the disk said: its zip writer, closing a cut file, hides that under a mismatch."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        try:
+            return super().write_data(*arguments)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _first(error: CheckpointException) -> tuple[int, BaseException]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from pipeline.training import sharded, validation
 
@@ -83,9 +86,9 @@ def kill_at_file(rank: int, done: int, when: str) -> None:
     sys.addaudithook(operation)
 
 
-def fill_disk_of_rank_1(rank: int, done: int, _: str) -> None:
-    """Nothing of a save after step 4 that rank 1 writes reaches the disk; one before it may still be under way."""
-    if rank == 1 and done == 4:
+def fill_disk(rank: int, done: int, who: str) -> None:
+    """`1`: nothing of a save after step 4 that rank 1 writes reaches the disk; one before it may still be under way."""
+    if rank == int(who) and done == 4:
         fsync = os.fsync
 
         def full(handle: int) -> None:
@@ -94,6 +97,32 @@ def fill_disk_of_rank_1(rank: int, done: int, _: str) -> None:
             fsync(handle)
 
         os.fsync = full  # type: ignore[assignment]
+
+
+def fill_disk_in_a_part(rank: int, done: int, who: str) -> None:
+    """The same, met while torch writes the tensors of a sharded checkpoint: it holds the first 500 bytes."""
+    if rank == int(who) and done == 4:
+        opened = FileSystem.create_stream
+
+        @contextlib.contextmanager
+        def full(self: FileSystem, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+            with opened(self, path, mode) if "step-000003" in str(path) else _FullFile(path, "w") as stream:
+                yield stream
+
+        FileSystem.create_stream = full  # type: ignore[method-assign]
+
+
+class _FullFile(io.FileIO):
+    def write(self, data: Any) -> int:
+        if self.tell() > 500:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
+def stop_on_a_full_disk(rank: int, done: int, who: str) -> None:
+    """`0`: rank 1 is asked to stop, and what rank 0 saves does not reach the disk."""
+    signal_in_step(rank, done, "5/1")
+    fill_disk(rank, done, who)
 
 
 def hold_parts(rank: int, done: int, until: str) -> None:

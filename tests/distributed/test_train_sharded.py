@@ -90,10 +90,9 @@ def test_parts_of_other_shapes_are_refused(spread: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.case("DST-03")
-def test_a_disk_that_is_full_for_one_rank_ends_all_and_keeps_the_save_before(tmp_path: Path) -> None:
-    results = run_ranks(
-        _run, 2, "fsdp2", str(tmp_path), STEPS, True, "fill_disk_of_rank_1", needs=NEEDS, catch=True
-    )  # fmt: skip
+@pytest.mark.parametrize("hook", ["fill_disk:1", "fill_disk_in_a_part:1"])
+def test_a_disk_that_is_full_for_one_rank_ends_all_and_keeps_the_save_before(hook: str, tmp_path: Path) -> None:
+    results = run_ranks(_run, 2, "fsdp2", str(tmp_path), STEPS, True, hook, needs=NEEDS, catch=True)
     assert [type(result) for result in results] == [StorageError, StorageError]
     assert "rank 1" in str(results[0]) and "No space left" in str(results[0])
     found = checkpoint.latest(tmp_path / "checkpoints")

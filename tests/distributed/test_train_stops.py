@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from pipeline.config import Train
 from pipeline.distributed import started
-from pipeline.errors import DataError, Stopped
+from pipeline.errors import ConfigError, DataError, Stopped, StorageError
 from pipeline.training import checkpoint
 from pipeline.training.journal import read
 from pipeline.training.resume import find
@@ -109,6 +109,34 @@ def test_a_stop_does_not_wait_for_a_validation(worlds: tuple[int, int], tmp_path
         assert all(torch.equal(value, kept[name]) for name, value in whole_kept.items())
     else:
         assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-4)
+
+
+@pytest.mark.case("SLM-01")
+def test_a_stop_whose_save_fails_is_no_clean_stop(tmp_path: Path) -> None:
+    """The disk is full for rank 0, which writes: rank 1 does not say that it has stopped either."""
+    arguments = ("ddp", str(tmp_path), STEPS, torch.float32, "stop_on_a_full_disk:0")
+    results = run_ranks(steps, 2, *arguments, needs=NEEDS, catch=True)
+    assert [result.exit_code for result in results] == [StorageError.exit_code] * 2
+    assert all("step-000005: cannot be written" in str(result) for result in results)
+    folder = checkpoint.latest(tmp_path / "checkpoints")
+    assert folder is not None and checkpoint.load(folder).step == 3
+
+
+@pytest.mark.case("DST-12")
+def test_what_one_rank_refuses_ends_all_with_its_exit_code() -> None:
+    """A configuration that only rank 0 can judge."""
+    results = run_ranks(_refused, 2, needs=NEEDS, catch=True)
+    assert [result.exit_code for result in results] == [ConfigError.exit_code] * 2
+    assert str(results[1]).startswith("rank 0: ") and all("too small" in str(result) for result in results)
+
+
+def _refused() -> None:
+    def judge() -> None:
+        if os.environ["RANK"] == "0":
+            raise ConfigError("too small")
+
+    with started(Train(steps=2)) as ranks:
+        ranks.together(judge)
 
 
 @pytest.mark.case("DST-12")

@@ -20,7 +20,7 @@ from pipeline import stopping
 from pipeline.artifact import Artifact, read_json
 from pipeline.chain import active, resolve
 from pipeline.config import Config
-from pipeline.errors import ArtifactError, Stopped, StorageError
+from pipeline.errors import ArtifactError, DsparkError, Stopped, StorageError
 from pipeline.runner import run_stage
 from pipeline.shards.feeder import Feeder
 from pipeline.shards.reader import ShardReader
@@ -142,6 +142,33 @@ def test_a_stop_while_a_shard_is_awaited_saves_on_all_ranks(
     assert losses(config) == losses(whole[mode])
 
 
+def _stopped_without_shards(work_dir: str, *overrides: str) -> None:
+    """SIGUSR1 to rank 1 when it waits for a shard; none comes any more."""
+    waiting = RollingReader._waiting_for
+
+    def signalled(self: RollingReader, shard: int) -> Any:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return waiting(self, shard)
+
+    Feeder.step, RollingReader._waiting_for = lambda self: False, signalled  # type: ignore[method-assign]
+    stopping.install()
+    train_on_ranks(work_dir, *overrides)
+
+
+@pytest.mark.case("SLM-01")
+def test_a_stop_of_one_rank_ends_both_when_no_shard_comes(tmp_path: Path) -> None:
+    """Half of the grace time later they leave with what was saved before; the rank that was not asked leaves too."""
+    recipe = (*RECIPE, "targets.mode=rolling", f"targets.max_bytes={BUDGET}", "train.engine=ddp")
+    config = prepare(tmp_path, *recipe, sizes=SIZES)
+    run_stage(config, "targets", resolve(config))
+    more = (*recipe, "launch.grace_seconds=2")
+    ends = run_ranks(_stopped_without_shards, 2, str(tmp_path), *more, needs=NEEDS, catch=True, grace=30)
+    assert [type(end) for end in ends] == [Stopped, Stopped]
+    folder = resolve(config)["train"].path
+    assert (folder / "stopped.json").exists() and not (folder / "failed.json").exists()
+
+
 def _killed(work_dir: str, victims: str, *overrides: str) -> None:
     """SIGKILL to some ranks once step 9 is done, in the middle of an epoch."""
     stepped = Recorder.stepped
@@ -205,7 +232,7 @@ def test_a_shard_damaged_for_one_rank_ends_all_with_its_name(mode: str, store: S
         _with_a_copy_of_its_own, 2, str(tmp_path), *recipe, timeout=120, needs=NEEDS, catch=True, grace=60
     )  # fmt: skip
     assert isinstance(ends[1], ArtifactError) and "train-00003.tar" in str(ends[1])
-    assert isinstance(ends[0], ArtifactError if mode == "cached" else Exception)
+    assert isinstance(ends[0], DsparkError if mode == "cached" else Exception)
     assert not isinstance(ends[0], RankFailure) and (mode != "cached" or "train-00003.tar" in str(ends[0]))
     failed = read_json(resolve(config)["train"].path / "failed.json")
     assert failed["exit_code"] == 4 and "train-00003.tar" in failed["error"]

@@ -264,6 +264,8 @@ class _Watch:
 
     def save(self, done: int, begun: object = None) -> None: ...
 
+    def flush(self) -> None: ...
+
     def per_step(self) -> float:
         warm = min(_WARM_STEPS, len(self.at) - 2)
         return (self.at[-1] - self.at[warm]) / (len(self.at) - 1 - warm)

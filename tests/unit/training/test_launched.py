@@ -40,6 +40,7 @@ REFUSED = {
     "train.compile": {"ACCELERATE_DYNAMO_BACKEND": "inductor"},
     "offloading": {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": "1"},
     "4 processes were to be started": {"DSPARK_WORLD_SIZE": "4"},
+    "MASTER_PORT is 0": {"WORLD_SIZE": "2", "MASTER_PORT": "0"},
 }
 
 
