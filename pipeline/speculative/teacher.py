@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # On a CPU, work between two matrix products goes tile by tile: what was just written is still in the cache when read.
-TILE_ELEMENTS = 2**20
+TILE_ELEMENTS = 2**21
 
 
 def row_tile(values: Tensor) -> int:
