@@ -82,6 +82,9 @@ class Ranks:
         except DsparkError as raised:
             error = raised
         met = self.gather(None if error is None else (str(error), error.exit_code))
+        if any(met):
+            with contextlib.suppress(RuntimeError):  # a rank that leaves at once aborts one that is still reading
+                self.barrier()
         if error is not None:
             raise error
         for number, failure in enumerate(met):

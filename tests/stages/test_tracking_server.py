@@ -91,10 +91,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 class Watch:
-    """Notes when each step was recorded, and kills the server after one of them."""
+    """Notes when each step was recorded, and kills the server after one of them, once it has had some of them."""
 
     def __init__(self, server: Server, kill_at: int | None) -> None:
         self.server, self.kill_at, self.moments = server, kill_at, list[float]()
+        self.artifact: Artifact | None = None
         self._metrics = MlflowTracker.metrics
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +106,18 @@ class Watch:
             if "train/loss" in values:
                 watch.moments.append(time.perf_counter())
                 if step == watch.kill_at:
+                    watch.wait_for_a_delivery()
                     watch.server.kill()
                     watch.moments.append(time.perf_counter())  # the kill's own time is nobody's step
 
         monkeypatch.setattr(MlflowTracker, "metrics", metrics)
+
+    def wait_for_a_delivery(self) -> None:
+        assert self.artifact is not None
+        deadline = time.monotonic() + 60
+        while not sent_bytes(self.artifact):
+            assert time.monotonic() < deadline, "nothing was delivered to a server that answers"
+            time.sleep(0.05)
 
     def medians(self, half: int) -> tuple[float, float]:
         """Milliseconds a step takes, before and after step `half`; the first steps warm up."""
@@ -117,10 +126,10 @@ class Watch:
 
 
 def trained(config: Config, watch: Watch) -> Artifact:
+    artifact = watch.artifact = resolve(config)["train"]
     with pytest.MonkeyPatch.context() as patch:
         watch.install(patch)
         run_stage(config, "train", resolve(config))
-    artifact = resolve(config)["train"]
     assert artifact.complete
     return artifact
 

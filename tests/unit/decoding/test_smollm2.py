@@ -45,7 +45,7 @@ class Recorded:
 
 
 @pytest.mark.prove
-@pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason=f"{FOLDER} is not there: make target")
+@pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason=f"{FOLDER} is not there: make run")
 def test_s22_greedy_outputs_in_batches_of_eight_equal_the_targets_own(proof):
     from transformers import AutoTokenizer
 

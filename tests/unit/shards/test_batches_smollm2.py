@@ -64,7 +64,7 @@ def cached(target: Target, rows: Sequence[TokenRecord], folder: Path, batch_toke
 
 
 @pytest.mark.case("CAB-02")
-@pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason=f"{FOLDER} is not there: make target")
+@pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason=f"{FOLDER} is not there: make run")
 def test_a_rows_states_do_not_depend_on_its_company(tmp_path: Path, proof: Proof) -> None:
     rows = [row for row in token_rows(48) if len(row.ids) <= 400][: proof.size(4, 24)]
     target = Target.load(str(FOLDER), layers=LAYERS)

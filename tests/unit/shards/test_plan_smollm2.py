@@ -60,7 +60,7 @@ def token_rows(count: int) -> list[TokenRecord]:
 
 @pytest.mark.prove
 @pytest.mark.case("CAB-01")
-@pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason=f"{FOLDER} is not there: make target")
+@pytest.mark.skipif(not (FOLDER / "model.safetensors").is_file(), reason=f"{FOLDER} is not there: make run")
 def test_bytes_of_every_codec(tmp_path: Path, proof: Proof) -> None:
     rows = token_rows(proof.size(3, 20))
     layers = (1, 7, 14, 20, 27)
