@@ -7,6 +7,7 @@ Stages, `run`, `submit`, `repair` and `feed` stop well at the first Ctrl-C, at o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from pipeline import __version__, progress, stopping
 from pipeline import config as configuration
+from pipeline.chain import STAGES
 from pipeline.commands import COMMANDS, OTHER_COMMANDS, STAGE_COMMANDS, Command
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DsparkError, Stopped
@@ -142,10 +144,20 @@ def _command_parser(name: str, command: Command) -> argparse.ArgumentParser:
             parser.add_argument(option, help=text)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the configuration")
     parser.add_argument("--debug", action="store_true", help="small one-device run: prints the overrides it applies")
-    parser.add_argument("--array", metavar="I/N", help="the I-th of N shares of a sharded stage (Slurm array task)")
-    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="stop cleanly after this long")
+    if name in STAGES and STAGES[name].ranks == "shards":
+        parser.add_argument("--array", metavar="I/N", help="the I-th of N shares of the work (Slurm array task)")
+    if command.stops_well:
+        parser.add_argument("--stop-after", type=_seconds, metavar="SECONDS", help="stop cleanly after this long")
     parser.add_argument("--quiet", action="store_true", help="only warnings and results on the console")
     return parser
+
+
+def _seconds(text: str) -> float:
+    """A time limit; 0 stops at the first border."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"seconds are expected, found {text!r}")
 
 
 # ------------------------------------------------------------------------------------------------ configuration
@@ -153,9 +165,9 @@ def _command_parser(name: str, command: Command) -> argparse.ArgumentParser:
 
 def load_config(arguments: argparse.Namespace) -> Config:
     """The file, the debug set when asked for (printed), then the user's own overrides."""
-    if arguments.array:
-        _check_array(arguments.array)
-        os.environ["DSPARK_ARRAY"] = arguments.array
+    if share := getattr(arguments, "array", None):
+        _check_array(share)
+        os.environ["DSPARK_ARRAY"] = share
     debug: list[str] = []
     if arguments.debug:
         base = configuration.load(arguments.config, arguments.overrides)

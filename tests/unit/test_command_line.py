@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.__main__ import DEBUG_OVERRIDES, main
+from pipeline.chain import STAGES
 from pipeline.commands import COMMANDS
 from pipeline.config import load
 from pipeline.errors import DsparkError
@@ -80,6 +81,35 @@ def test_unknown_commands_suggest_one(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_bad_shares_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "write I/N" in refused(capsys, "data", "-c", DEBUG, "--array", "3/3")
+
+
+def offered(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_that_would_have_no_effect_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Array tasks share stages made of shards; a time limit is for what looks for one between its units of work."""
+    shown = offered(name, capsys)
+    for option, value, useful in (
+        ("--array", "0/2", name in STAGES and STAGES[name].ranks == "shards"),
+        ("--stop-after", "5", COMMANDS[name].stops_well),
+    ):
+        assert (option in shown) == useful
+        if not useful:
+            with pytest.raises(SystemExit) as ending:
+                main([name, "-c", DEBUG, option, value])
+            assert ending.value.code == 2 and f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "inf", "soon"])
+def test_a_time_limit_that_is_none_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["run", "-c", DEBUG, f"--stop-after={seconds}"])
+    assert ending.value.code == 2
+    assert f"--stop-after: seconds are expected, found {seconds!r}" in capsys.readouterr().err
 
 
 def test_debug_prints_what_it_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
