@@ -17,9 +17,6 @@ from launch.shipped import shipped
 from pipeline.chain import STAGES, active
 from pipeline.config import Config, Launch
 
-# These read and write text; they ask for no GPU. `answers` by a server is a client and asks for none either.
-_TEXT_STAGES = ("data", "tokens", "export")
-
 
 @dataclass(frozen=True)
 class Job:
@@ -50,7 +47,7 @@ def _job(config: Config, stage: str, arguments: Sequence[str]) -> Job:
     flags = [f"--job-name={config.experiment}-{stage}", f"--output={log}", f"--nodes={nodes}"]
     flags += [f"--ntasks-per-node={ranks}", f"--signal=B:{_short(launch)}@{launch.grace_seconds}"]
     flags += [f"--array=0-{tasks - 1}"] if tasks else []
-    flags += _site_flags(launch, gres=_wants_gpu(config, stage))
+    flags += _site_flags(launch, gres=STAGES[stage].computes(config))
     settings = {"DSPARK": str(Path(sys.executable).with_name("dspark")), "DSPARK_STOP_SIGNAL": _short(launch)}
     if launch.site_file is not None:
         settings["DSPARK_SITE"] = str(Path(launch.site_file).resolve())
@@ -70,12 +67,8 @@ def log_name(config: Config, stage: str, job: str, *, array: bool) -> str:
 def ranks_per_node(config: Config, stage: str) -> int:
     """Processes of a stage on each node: several where all work together or share out shards on GPUs."""
     work = STAGES[stage].ranks
-    several = work == "all" or (work == "shards" and _wants_gpu(config, stage))
+    several = work == "all" or (work == "shards" and STAGES[stage].computes(config))
     return config.launch.processes_per_node if several else 1
-
-
-def _wants_gpu(config: Config, stage: str) -> bool:
-    return stage not in _TEXT_STAGES and not (stage == "answers" and config.answers.backend == "openai")
 
 
 def _short(launch: Launch) -> str:

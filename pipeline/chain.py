@@ -30,7 +30,10 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table. `ranks` says who works: every rank on its share of shards, all together, or rank 0."""
+    """One row of the table. `ranks` says who works: every rank on its share of shards, all together, or rank 0.
+
+    `computes`: it runs a model here. The other stages work on text, ask a server or copy weights, where no GPU is.
+    """
 
     name: str
     reads: Names
@@ -38,6 +41,7 @@ class Stage:
     target: bool = False
     ranks: str = "first"
     also: Callable[[Config], dict[str, Any]] = field(default=lambda config: {})
+    computes: Callable[[Config], bool] = field(default=lambda config: False)
 
 
 def _corpus(config: Config) -> Names:
@@ -147,10 +151,16 @@ STAGES: dict[str, Stage] = {
     for stage in (
         Stage("data", ("data", "seed"), lambda config: (), ranks="shards", also=_together(_sources, _forbidden_sets)),
         Stage(
-            "answers", ("answers", "template", "seed"), lambda config: ("data",), True, "shards", also=_template_file
+            "answers",
+            ("answers", "template", "seed"),
+            lambda config: ("data",),
+            True,
+            "shards",
+            also=_template_file,
+            computes=lambda config: config.answers.backend == "local",
         ),
         Stage("tokens", ("tokens", "template"), _corpus, True, "shards", also=_template_file),
-        Stage("targets", ("targets",), lambda config: ("tokens",), True, "shards"),
+        Stage("targets", ("targets",), lambda config: ("tokens",), True, "shards", computes=lambda config: True),
         Stage(
             "train",
             ("draft", "train", "seed"),
@@ -158,6 +168,7 @@ STAGES: dict[str, Stage] = {
             True,
             "all",
             also=_together(_live, _checkpoints),
+            computes=lambda config: True,
         ),
         Stage(
             "calibrate",
@@ -166,8 +177,16 @@ STAGES: dict[str, Stage] = {
             True,
             "shards",
             also=_together(_template_file, _recorded, _calibration_sets),
+            computes=lambda config: config.calibrate.records is None,
         ),
-        Stage("profile", ("profile",), lambda config: (), True, also=_server),
+        Stage(
+            "profile",
+            ("profile",),
+            lambda config: (),
+            True,
+            also=_server,
+            computes=lambda config: config.profile.synthetic is None and config.profile.endpoint is None,
+        ),
         Stage(
             "evaluate",
             ("evaluate", "template", "seed"),
@@ -175,6 +194,7 @@ STAGES: dict[str, Stage] = {
             True,
             "shards",
             also=_together(_template_file, _prompt_sets),
+            computes=lambda config: True,
         ),
         Stage("export", ("export",), lambda config: ("train", "calibrate", "profile", "evaluate"), True),
     )

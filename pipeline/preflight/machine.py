@@ -9,10 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pipeline.chain import STAGES
 from pipeline.config import Config
 
-# Stages that run a model. The others work on text, or copy weights: they run where the GPUs are not.
-COMPUTING = ("answers", "targets", "train", "calibrate", "profile", "evaluate")
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
 _FLASH_PACKAGES = ("flash_attn", "kernels")  # transformers takes its kernels from either
 
@@ -24,7 +23,7 @@ def has_gpu() -> bool:
 
 def problems(config: Config, stages: Sequence[str]) -> Iterator[str]:
     """What of the settings needs more than this machine has, where one of `stages` would use them here."""
-    if set(stages) & set(COMPUTING):
+    if any(STAGES[name].computes(config) for name in stages):
         yield from _target(config)
     streamed = "targets" in stages and config.targets.mode == "streamed"
     if streamed and (problem := transport_problem(str(config.targets.url))):

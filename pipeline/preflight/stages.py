@@ -10,12 +10,14 @@ from pipeline import engines
 from pipeline.architecture import activation_of, text_part
 from pipeline.artifact import read_json
 from pipeline.benchmarks import HELDOUT
+from pipeline.chain import STAGES
 from pipeline.config import Config
 from pipeline.identity import recorded_files, target_file, target_json
 from pipeline.preflight.facts import TargetFacts
 
 # Layers whose state can be cut back after a rejected draft; the engine's cache holds no others.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_DECODING = ("answers", "calibrate", "profile", "evaluate")  # where a model runs in them, token after token
 
 
 def problems(config: Config, stages: Sequence[str], facts: TargetFacts, *, begun: Sequence[str] = ()) -> Iterator[str]:
@@ -24,7 +26,9 @@ def problems(config: Config, stages: Sequence[str], facts: TargetFacts, *, begun
     Those of them in `begun` go on from what they left, not from what they started with.
     """
     yield from _template(config, stages)
-    yield from _decoding(config, _decoding_stages(config, stages), facts)
+    yield from _decoding(
+        config, [name for name in _DECODING if name in stages and STAGES[name].computes(config)], facts
+    )
     yield from _spread(config, facts)
     if "targets" in stages or config.targets.mode == "live":
         yield from _half_precision(config)
@@ -53,17 +57,6 @@ def _template(config: Config, stages: Sequence[str]) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------ the target at work
-
-
-def _decoding_stages(config: Config, stages: Sequence[str]) -> list[str]:
-    """Those of `stages` that decode in this process."""
-    elsewhere = {
-        "answers": config.answers.backend != "local",
-        "calibrate": config.calibrate.records is not None,
-        "profile": config.profile.synthetic is not None or config.profile.endpoint is not None,
-        "evaluate": False,
-    }
-    return [name for name in stages if not elsewhere.get(name, True)]
 
 
 def _decoding(config: Config, stages: Sequence[str], facts: TargetFacts) -> Iterator[str]:

@@ -265,6 +265,19 @@ def test_what_this_machine_lacks_is_told(
     assert list(machine.problems(made, ["data", "tokens", "export"])) == []
 
 
+def test_a_stage_that_runs_no_model_here_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    elsewhere = {
+        "answers": ["answers.backend=openai", "answers.endpoints=[http://x/v1]", "answers.model=m"],
+        "calibrate": ["calibrate.records=r.pt", "calibrate.temperatures=[1]"],
+        "profile": ["profile.synthetic=sqrt"],
+    }
+    for stage, overrides in elsewhere.items():
+        placed = ["target.device_map=cuda:0"]
+        assert list(machine.problems(load("configs/debug.yaml", [*placed, *overrides]), [stage])) == []
+        assert list(machine.problems(load("configs/debug.yaml", placed), [stage])) != [], stage
+
+
 def test_target_inputs_stages_and_machine_are_refused_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a finished stage is not held against the machine; nor is this machine, where jobs run elsewhere."""
     monkeypatch.setattr(machine, "has_gpu", lambda: False)

@@ -48,6 +48,14 @@ def test_arrays_ranks_and_site_options() -> None:
     assert dict(rows["targets"].settings)["DSPARK_SHARES"] == "16"
 
 
+def test_a_stage_that_runs_no_model_asks_for_no_gpu_and_one_process() -> None:
+    many = ("launch.processes_per_node=8", "launch.gres=gpu:8")
+    elsewhere = ("profile.synthetic=sqrt", "calibrate.records=r.pt", "calibrate.temperatures=[1]")
+    for name in ("calibrate", "profile"):
+        assert "--gres=gpu:8" in jobs(*many)[name].flags and "--gres=gpu:8" not in jobs(*many, *elsewhere)[name].flags
+    assert (jobs(*many)["calibrate"].ranks_per_node, jobs(*many, *elsewhere)["calibrate"].ranks_per_node) == (8, 1)
+
+
 @pytest.mark.case("SLM-05")
 def test_dry_run_lines_name_the_ranks_of_every_node() -> None:
     rows = jobs("launch.nodes=2", "launch.processes_per_node=2", "launch.array_tasks=3", "launch.port=4242")
