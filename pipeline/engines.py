@@ -102,6 +102,8 @@ def engine_problem(engine: str, layout: str, facts: Facts) -> str | None:
     """Why `engine` cannot serve the drafter from `layout`; None when it can."""
     if engine not in _READS[layout]:
         return f"does not read the {layout} layout"
+    if engine == "llama.cpp" and layout == "speculators" and facts.family == "fill_in":
+        return "has a converter for the DSpark and Eagle3 files of this layout, none for its fill-in ones"
     if engine in ("vllm", "llama.cpp") and facts.markov in ("gated", "rnn"):
         return f"serves the vanilla Markov head only, this one is {facts.markov}"
     if facts.activation != "silu" and engine in ("vllm", "sglang", "llama.cpp"):
@@ -118,7 +120,7 @@ _READS: dict[str, tuple[str, ...]] = {
     "speculators": ("vllm", "llama.cpp", "speculators"),
     "specforge": ("sglang", "specforge"),
     "dflash": ("vllm", "sglang", "llama.cpp"),
-    "eagle3": ("vllm", "sglang"),
+    "eagle3": ("vllm", "sglang", "llama.cpp"),
     "mtp": ("vllm",),
 }
 

@@ -86,7 +86,7 @@ def _sglang(facts: Facts, target: str, folder: str, tokens: int, side_files: dic
 
 
 def _llama(facts: Facts, target: str, folder: str, tokens: int, side_files: dict[str, str]) -> str:
-    kind = "draft-dflash" if facts.family == "fill_in" else "draft-dspark"
+    kind = {"fill_in": "draft-dflash", "eagle3": "draft-eagle3"}.get(facts.family, "draft-dspark")
     return (
         f"python convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf\n"
         f"python convert_hf_to_gguf.py {folder} --target-model-dir {target} --outtype bf16 --outfile draft.gguf\n"

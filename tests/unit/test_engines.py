@@ -11,6 +11,7 @@ from pipeline.chain import active
 from pipeline.config import load
 from pipeline.engines import Facts
 from pipeline.errors import ConfigError
+from pipeline.layouts.serve import command
 
 DSPARK = Facts(kind="dspark", layout="next_token", markov="vanilla", vocabulary=False)
 FILL_IN = Facts(kind="dflash", layout="fill_in", markov="none", vocabulary=False)
@@ -54,6 +55,31 @@ def test_heads_an_engine_cannot_serve_are_refused_for_it(engine: str, markov: st
 def test_dense_layout_with_draft_vocabulary_is_not_for_sglang_or_deepspec() -> None:
     """Both take the target's whole head; vLLM and llama.cpp's converter read d2t and the head in the file."""
     assert engines.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm", "llama.cpp"]
+
+
+EAGLE3 = Facts(kind="eagle3", layout="next_token", markov="none", vocabulary=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "facts", "told"),
+    [
+        ("deepspec", DSPARK, "--spec-type draft-dspark"),
+        ("speculators", dataclasses.replace(DSPARK, kind="dflash", markov="none"), "--spec-type draft-dspark"),
+        ("dflash", FILL_IN, "--spec-type draft-dflash"),
+        ("eagle3", EAGLE3, "--spec-type draft-eagle3"),
+        ("speculators", EAGLE3, "--spec-type draft-eagle3"),
+        ("speculators", FILL_IN, None),
+        ("specforge", DSPARK, None),
+    ],
+)
+def test_llama_cpp_is_named_where_its_converter_reads(layout: str, facts: Facts, told: str | None) -> None:
+    """Its converter knows DSparkSpeculator and Eagle3Speculator, but no DFlashSpeculator."""
+    arguments = {"layout": layout, "facts": facts, "target": "target", "folder": "DIR", "tokens": 4}
+    if told is None:
+        with pytest.raises(ConfigError, match="Engines that serve it from the"):
+            command("llama.cpp", **arguments)
+    else:
+        assert told in command("llama.cpp", **arguments)
 
 
 def test_next_token_dflash_is_not_the_dflash_layout() -> None:
