@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import Artifact
 from pipeline.benchmarks import BENCHMARKS, HELDOUT, Benchmark
+from pipeline.config import Calibrate
 from pipeline.corpus.files import BLANK, Raw, file_rows
 from pipeline.corpus.hub import hub_rows
 from pipeline.corpus.normalise import Skip, normalise
@@ -48,7 +50,7 @@ def load_prompts(name: str, *, data: Artifact | None = None) -> list[Prompt]:
             raise ConfigError("prompt set heldout: it is the evaluation split of a data stage, and there is none here")
         prompts = list(split_prompts(data, "evaluation"))
     elif Path(name).is_file():
-        prompts = [_from_file(raw, Path(name)) for raw in file_rows(Path(name)) if raw.problem != BLANK]
+        prompts = list(_in_file(Path(name)))
     elif name in BENCHMARKS:
         prompts = list(_from_hub(name, BENCHMARKS[name]))
     else:
@@ -56,6 +58,29 @@ def load_prompts(name: str, *, data: Artifact | None = None) -> list[Prompt]:
     if not prompts:
         raise DataError(f"prompt set {name}: holds no prompt")
     return prompts
+
+
+def first_prompts(path: Path, count: int) -> list[Prompt]:
+    """The first `count` prompts of a file, for a look before anything slow. Raises DataError as `load_prompts` does."""
+    prompts = list(islice(_in_file(path), count))
+    if not prompts:
+        raise DataError(f"prompt set {path}: holds no prompt")
+    return prompts
+
+
+def calibration_prompts(settings: Calibrate, data: Artifact) -> list[Prompt]:
+    """What STS may be fitted on: `calibrate.prompt_sets`, or the calibration split."""
+    if settings.prompt_sets is None:
+        return list(split_prompts(data, "calibration"))
+    return [prompt for name in settings.prompt_sets for prompt in load_prompts(name, data=data)]
+
+
+def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first of those that ask the same."""
+    apart: dict[Any, Prompt] = {}
+    for prompt in prompts:
+        apart.setdefault((prompt.system, prompt.turns), prompt)
+    return list(apart.values())
 
 
 def choose(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
@@ -86,6 +111,10 @@ def _turns(messages: list[dict[str, Any]]) -> tuple[str | None, tuple[str, ...]]
         elif message["role"] == "system" and not turns:
             system = message["content"]
     return system, tuple(turns)
+
+
+def _in_file(path: Path) -> Iterator[Prompt]:
+    return (_from_file(raw, path) for raw in file_rows(path) if raw.problem != BLANK)
 
 
 def _from_file(raw: Raw, path: Path) -> Prompt:

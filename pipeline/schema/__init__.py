@@ -54,11 +54,21 @@ def _served_model(answers: Answers, target: Target) -> Iterator[str]:
         yield "answers.model: name the model as the server knows it (target.tiny has no name)"
 
 
+def _fitted_apart(calibrate: Calibrate, evaluate: Evaluate) -> Iterator[str]:
+    measured = {Path(name) for name in evaluate.prompt_sets}
+    if both := [name for name in calibrate.prompt_sets or () if Path(name) in measured]:
+        yield (
+            f"calibrate.prompt_sets: {', '.join(both)} stands in evaluate.prompt_sets, too: scores are fitted on other "
+            "prompts than they are measured on"
+        )
+
+
 # What must fit between sections, and which ones: a wrong field silences only the checks of its own section.
 BETWEEN: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("train", "launch"), _one_process),
     (("draft", "targets"), _exact_last_hidden),
     (("answers", "target"), _served_model),
+    (("calibrate", "evaluate"), _fitted_apart),
 )
 
 

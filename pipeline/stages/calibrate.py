@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.artifact import Artifact, sha256_file, write_json
 from pipeline.chain import StageContext, share
-from pipeline.corpus.prompts import Prompt, choose, load_prompts, split_prompts
+from pipeline.corpus.prompts import Prompt, calibration_prompts, choose, distinct
 from pipeline.decoding.calibration import calibrate, join, mean, save_records
 from pipeline.decoding.playing import Player
 from pipeline.decoding.plots import reliability_plot
@@ -69,17 +69,11 @@ def run(context: StageContext) -> None:
 
 def _prompts(context: StageContext) -> list[Prompt]:
     """Prompts that differ: one that is asked twice would be fitted on and reported on (S25)."""
-    data, names = context.inputs["data"], context.config.calibrate.prompt_sets
-    if names is None:
-        found = list(split_prompts(data, "calibration"))
-    else:
-        found = [prompt for name in names for prompt in load_prompts(name, data=data)]
-    apart: dict[Any, Prompt] = {}
-    for prompt in found:
-        apart.setdefault((prompt.system, prompt.turns), prompt)
+    found = calibration_prompts(context.config.calibrate, context.inputs["data"])
+    apart = distinct(found)
     if len(apart) < len(found):
         say(f"calibrate: {len(found) - len(apart)} of {len(found)} prompts ask what another one asks; left out")
-    return list(apart.values())
+    return apart
 
 
 def _import(context: StageContext, identity: dict[str, Any]) -> None:

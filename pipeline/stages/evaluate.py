@@ -9,11 +9,11 @@ and array tasks, kept when killed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeline.artifact import read_json, sha256_file
 from pipeline.chain import StageContext, share
-from pipeline.corpus.prompts import choose, load_prompts
+from pipeline.corpus.prompts import Prompt, calibration_prompts, choose, distinct, load_prompts
 from pipeline.decoding.calibration import read_calibration
 from pipeline.decoding.lab_report import lab_of
 from pipeline.decoding.playing import Player
@@ -35,6 +35,7 @@ def run(context: StageContext) -> None:
         name: choose(load_prompts(name, data=context.inputs["data"]), config.evaluate.num_prompts)
         for name in config.evaluate.prompt_sets
     }
+    _warn_of_fitted(context, sets)
     units = plan(config.evaluate, sets)
     names = [unit.file for unit in units]
     wanted = set(artifact.missing(names if config.target.tensor_parallel else share(names)))
@@ -42,6 +43,22 @@ def run(context: StageContext) -> None:
         _decode(context, described, mine)
     if not artifact.missing(names):
         _finish(context, described, units)
+
+
+def _warn_of_fitted(context: StageContext, sets: Mapping[str, Sequence[Prompt]]) -> None:
+    """Prompts that were calibrated on under another name stay in the measurement, and are counted."""
+    settings = context.config.calibrate
+    if settings.records is not None or not context.inputs["calibrate"].manifest()["calibrated"]:
+        return
+    fitted = choose(distinct(calibration_prompts(settings, context.inputs["data"])), settings.num_prompts)
+    known = {prompt.turns for prompt in fitted}
+    for name, prompts in sets.items():
+        if again := sum(prompt.turns in known for prompt in prompts):
+            say(
+                f"evaluate: {again} of {len(prompts)} prompts of {name} ask what calibrate asked, too: "
+                "what reads calibrated scores looks better on them than it is",
+                warning=True,
+            )
 
 
 def _decode(context: StageContext, described: DraftConfig, units: Sequence[Unit]) -> None:

@@ -59,9 +59,10 @@ def test_prompt_sets_of_your_own_take_the_place_of_the_split(tmp_path):
 
 
 def test_what_the_prompt_sets_are_and_their_order_are_part_of_the_artifact(tmp_path):
-    file = tmp_path / "served.jsonl"
+    file, other = tmp_path / "served.jsonl", tmp_path / "other.jsonl"
     file.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n', encoding="utf-8")
-    orders = ([file], [file, "heldout"], ["heldout", file], ["heldout"])
+    other.write_text('{"turns": ["three"]}\n', encoding="utf-8")
+    orders = ([file], [file, other], [other, file], [other])
     words = [f"calibrate.prompt_sets=[{', '.join(map(str, names))}]" for names in orders]
     paths = {
         resolve(load(ROOT / "configs" / "debug.yaml", [f"work_dir={tmp_path}", word]))["calibrate"].path

@@ -140,6 +140,20 @@ def test_several_prompt_sets_are_reported_apart_and_together(work, tmp_path):
     assert whole["num_answers"] == 12, "both turns are played"
 
 
+@pytest.mark.case("CAL-05")
+def test_prompts_that_were_calibrated_on_are_counted_and_stay(tmp_path, capsys):
+    """The same questions under another name: the configuration cannot see that."""
+    for name, texts in (("served", "abcd"), ("asked", "xaby")):
+        lines = "".join(json.dumps({"turns": [f"Say {text}."]}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    sets = [f"calibrate.prompt_sets=[{tmp_path}/served.jsonl]", f"evaluate.prompt_sets=[{tmp_path}/asked.jsonl]"]
+    context = finish(prepare(tmp_path / "work", *sets, "evaluate.temperatures=[0]", "calibrate.temperatures=[0]"))
+    shown = capsys.readouterr()
+    assert f"2 of 4 prompts of {tmp_path}/asked.jsonl ask what calibrate asked, too" in shown.out + shown.err
+    report = read_json(context.artifact.path / "report.json")
+    assert record_of(report, drafter="dspark")["num_prompts"] == 4
+
+
 def test_teacher_forced_acceptance_has_data_at_every_slot(evaluated):
     report = read_json(evaluated.artifact.path / "report.json")
     record = record_of(report, drafter="dspark", domain=None, temperature=1.0)

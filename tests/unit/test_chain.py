@@ -118,7 +118,7 @@ def test_what_cannot_be_identified_is_reported_together(tmp_path: Path) -> None:
                 "decontaminate": {"prompt_sets": ["heldout", "gsm9k"]},
             },
             "template": {"chat_template": str(tmp_path / "absent.jinja")},
-            "calibrate": {"prompt_sets": ["heldout", "mbbp"]},
+            "calibrate": {"prompt_sets": ["mbbp"]},
             "evaluate": {"prompt_sets": ["heldout", "humanevil", "gsm8k"]},
             "work_dir": str(tmp_path),
         }

@@ -209,6 +209,11 @@ def test_what_does_not_fit_between_sections_comes_together_with_the_rest() -> No
         (["evaluate.policy=static_threshold"], "evaluate: policy static_threshold needs policy_threshold"),
         (["data.sources=[{demo: gsm_symbolic}]"], "data.sources.0: demo gsm_symbolic is generated without end"),
         (["target.device_map=auto", "target.tensor_parallel=true"], "target: device_map and tensor_parallel exclude"),
+        (["calibrate.prompt_sets=[heldout]"], "calibrate.prompt_sets: heldout stands in evaluate.prompt_sets, too"),
+        (
+            ["calibrate.prompt_sets=[a.jsonl,./b.jsonl]", "evaluate.prompt_sets=[b.jsonl]"],
+            "calibrate.prompt_sets: ./b.jsonl stands in evaluate.prompt_sets, too",
+        ),
         (["answers.backend=openai", "answers.endpoints=[http://x/v1]"], "answers.model: name the model"),
     ],
 )
