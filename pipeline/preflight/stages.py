@@ -12,11 +12,14 @@ from pipeline.artifact import read_json
 from pipeline.benchmarks import HELDOUT
 from pipeline.chain import STAGES
 from pipeline.config import Config
+from pipeline.corpus.prompts import Prompt, distinct, first_prompts
+from pipeline.errors import DataError
 from pipeline.identity import recorded_files, target_file, target_json
 from pipeline.preflight.facts import TargetFacts
 
 # Layers whose state can be cut back after a rejected draft; the engine's cache holds no others.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_LOOKED_AT = 1000  # prompts of a file
 _DECODING = ("answers", "calibrate", "profile", "evaluate")  # where a model runs in them, token after token
 
 
@@ -34,6 +37,7 @@ def problems(config: Config, stages: Sequence[str], facts: TargetFacts, *, begun
         yield from _half_precision(config)
     if "train" in stages and "train" not in begun:
         yield from _continuation(config)
+    yield from _prompt_files(config, stages)
     if "calibrate" in stages:
         yield from _calibration(config)
     if "evaluate" in stages:
@@ -107,6 +111,26 @@ def _continuation(config: Config) -> Iterator[str]:
             f"train.continue_from: train.steps is {config.train.steps}, the run already ended at step {ended}; "
             "name the new total"
         )
+
+
+def _prompt_files(config: Config, stages: Sequence[str]) -> Iterator[str]:
+    """Local prompt sets that are empty, or begin with what is no prompt."""
+    forbidden = config.data.decontaminate
+    named = {
+        "data": ("data.decontaminate.prompt_sets", forbidden.prompt_sets if forbidden else ()),
+        "calibrate": ("calibrate.prompt_sets", config.calibrate.prompt_sets or ()),
+        "evaluate": ("evaluate.prompt_sets", config.evaluate.prompt_sets),
+    }
+    for stage, (setting, names) in named.items():
+        found: list[Prompt] = []
+        for path in (Path(name) for name in names if stage in stages):
+            if path.is_file():  # what is neither a file nor a known name is told by the stage table
+                try:
+                    found += first_prompts(path, _LOOKED_AT)
+                except DataError as error:
+                    yield f"{setting}: {error}"
+        if stage == "calibrate" and len(names) == 1 and len(found) < _LOOKED_AT and len(distinct(found)) == 1:
+            yield f"{setting}: one prompt cannot be fitted on and reported on; name at least two"
 
 
 def _calibration(config: Config) -> Iterator[str]:

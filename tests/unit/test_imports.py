@@ -18,29 +18,31 @@ ALLOWED: dict[str, set[str]] = {
     "draft": set(),
     "tracking": set(),
     "frozen": set(),
-    "target": {"frozen", "kernels"},
-    "tiny": set(),
+    "target": {"frozen", "kernels", "preflight"},
+    "tiny": {"preflight"},
     "corpus": set(),
-    "shards": set(),
+    "preflight": {"corpus"},
+    "shards": {"preflight"},
     "layouts": {"draft", "frozen"},
     "kernels": set(),
     "distributed": set(),
     "training": {
         "distributed", "draft", "speculative", "kernels", "target", "frozen", "shards", "corpus", "layouts", "tracking",
+        "preflight",
     },
     "decoding": {"draft", "speculative", "kernels", "target", "frozen", "shards", "corpus"},
     "stages": {
         "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen", "shards",
-        "corpus", "tracking",
+        "corpus", "tracking", "preflight",
     },
-    "runner": {"tracking", "tiny", "shards"},
+    "runner": {"tracking", "tiny", "shards", "preflight"},
     "operations": {
         "runner", "tiny", "training", "decoding", "distributed", "draft", "speculative", "layouts", "target", "frozen",
-        "shards", "corpus", "tracking", "launch",
+        "shards", "corpus", "tracking", "launch", "preflight",
     },
     "commands": set(),
     "__main__": {"commands", "runner"},
-    "launch": set(),
+    "launch": {"preflight"},
     "tools": {
         "training", "decoding", "distributed", "draft", "speculative", "kernels", "layouts", "target", "frozen", "tiny",
         "shards", "corpus", "tracking", "runner", "operations", "launch", "stages",
@@ -67,7 +69,7 @@ ONLY_IN: dict[str, set[str]] = {
         "tools",
     },
     "datasets": {"corpus", "decoding", "tools"},
-    "torch": set(ALLOWED) - {"launch", "corpus", "tracking", "commands", "__main__"},
+    "torch": set(ALLOWED) - {"launch", "corpus", "preflight", "tracking", "commands", "__main__"},
 }
 CPU_ONLY = ["pipeline.__main__", "pipeline.config", "pipeline.artifact", "pipeline.chain", "pipeline.tracking"]
 

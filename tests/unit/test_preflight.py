@@ -214,6 +214,44 @@ def test_a_stage_that_would_fail_after_those_before_it_is_refused(
     assert told(folder, ["data"], **sections) == "" == told(folder, [stage])
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", "holds no prompt"),
+        ("\n\n", "holds no prompt"),
+        ('{"turns": ["one"]}\n{"turns": [', "served.jsonl:2: bad_json"),
+        ('{"text": "one"}\n', "served.jsonl:1: no `turns` and no chat"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("stage", "setting"),
+    [
+        ("data", "data.decontaminate.prompt_sets"),
+        ("calibrate", "calibrate.prompt_sets"),
+        ("evaluate", "evaluate.prompt_sets"),
+    ],
+)
+def test_a_prompt_file_without_prompts_is_refused_before_its_stage(
+    tmp_path: Path, stage: str, setting: str, content: str, why: str
+) -> None:
+    folder, file = target(tmp_path / "t"), tmp_path / "served.jsonl"
+    sets = {"prompt_sets": [str(file)]}
+    sections = {stage: {"decontaminate": sets} if stage == "data" else sets}
+    file.write_text(content)
+    message = told(folder, [stage], **sections)
+    assert f"{setting}: " in message and why in message
+    assert told(folder, ["tokens"], **sections) == ""
+    file.write_text('{"turns": ["one"]}\n{"turns": ["two"]}\n')
+    assert told(folder, [stage], **sections) == ""
+
+
+def test_one_prompt_cannot_be_calibrated_on(tmp_path: Path) -> None:
+    (tmp_path / "served.jsonl").write_text('{"turns": ["one"]}\n' * 3)
+    named = {"prompt_sets": [str(tmp_path / "served.jsonl")]}
+    assert "one prompt cannot be fitted on" in told(target(tmp_path / "t"), ["calibrate"], calibrate=named)
+    assert told(target(tmp_path / "t"), ["evaluate"], evaluate=named) == ""
+
+
 def test_a_target_with_states_that_cannot_be_cut_back_is_refused_where_it_decodes(tmp_path: Path) -> None:
     folder = target(tmp_path / "t", layer_types=["full_attention", "linear_attention"])
     assert "layers of kind linear_attention keep a running state" in told(folder, ["targets", "evaluate"])
