@@ -9,6 +9,8 @@ has beyond its prompt's render, and it must begin with the answer's own text. Im
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,8 @@ from pipeline import config as schema
 from pipeline.corpus.normalise import Skip
 from pipeline.corpus.rows import FINISHED, Message, Row
 from pipeline.corpus.template import ChatTemplate
+
+_MARK = "\ue000"  # a character of private use: no template prints it, no conversation means anything by it
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,15 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Answer:
-    """ids[start:stop] of a conversation are the last turn's answer. `ended`: ids[stop] is its end-of-turn token."""
+    """ids[start:stop] of a conversation are the last turn's answer, ids[stop:ended] what ends the turn.
+
+    That is one stop token, behind white space where the template prints some; nothing where the answer was cut.
+    """
 
     ids: list[int]
     start: int
     stop: int
-    ended: bool
+    ended: int
 
 
 def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> Rendered:
@@ -51,7 +58,7 @@ def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> 
 
     Reasons of what is left out: no_assistant, given (a turn the target did not produce), template_error,
     render_mismatch, stop_token_in_answer, tool_turn_not_rendered, system_turn_not_rendered, tools_not_rendered,
-    truncated_no_answer, too_few_supervised.
+    tool_calls_not_rendered, truncated_no_answer, too_few_supervised.
     """
     turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
     rendered = Rendered()
@@ -83,8 +90,8 @@ def _turn(
     mask[answer.start : answer.stop] = [1] * (answer.stop - answer.start)
     if template.marks_generation and not cut:
         mask = [a & b for a, b in zip(mask, template.generation_mask(messages, row.tools), strict=True)]
-    if answer.ended and settings.supervise_end_of_turn:
-        mask[answer.stop] = 1
+    if settings.supervise_end_of_turn:
+        mask[answer.stop : answer.ended] = [1] * (answer.ended - answer.stop)
     ids, mask = answer.ids[: settings.max_length], mask[: settings.max_length]
     if sum(mask) < settings.min_loss_tokens:
         if len(answer.ids) > settings.max_length:
@@ -106,19 +113,27 @@ def find_answer(
     if cut and not ({"reasoning_content", "tool_calls"} & last.keys()):
         # What the target met: its answer breaks off, and no token of the template follows.
         ids = prompt + template.encode(last["content"])
-        return Answer(ids, len(prompt), len(ids), ended=False)
+        return Answer(ids, len(prompt), len(ids), ended=len(ids))
     whole = template.render(messages, tools, prompt=False)
     ids, ends = template.encode_with_ends(whole)
     _check_prefix(template, prompt, ids)
-    end = _end_of_answer(whole, len(before), last)
+    _check_calls(last, whole[len(before) :])
+    end = _end_of_answer(template, whole, len(before), messages, tools, cut=cut)
     stop = len(prompt)
     while stop < len(ids) and ends[stop] <= end:
         stop += 1
     if "tool_calls" in last:  # the calls follow the content, up to the end of the turn
         while stop < len(ids) and ids[stop] not in template.stop_ids:
             stop += 1
-    ended = not cut and stop < len(ids) and ids[stop] in template.stop_ids
-    return Answer(ids, len(prompt), stop, ended)
+    return Answer(ids, len(prompt), stop, ended=stop if cut else _end_of_turn(template, ids, stop))
+
+
+def _end_of_turn(template: ChatTemplate, ids: Sequence[int], stop: int) -> int:
+    """Place behind the stop token that follows an answer, white space before it included; `stop` where none does."""
+    place = stop
+    while place < len(ids) and ids[place] not in template.stop_ids and template.decode([ids[place]]).isspace():
+        place += 1
+    return place + 1 if place < len(ids) and ids[place] in template.stop_ids else stop
 
 
 def _check_prefix(template: ChatTemplate, prompt: list[int], ids: list[int]) -> None:
@@ -131,31 +146,53 @@ def _check_prefix(template: ChatTemplate, prompt: list[int], ids: list[int]) -> 
 
 
 def _check_rendered(messages: Sequence[Message], tools: list[Any] | None, text: str) -> None:
-    """A turn or tool list that the template passes over would be missing from what the target is asked."""
+    """A turn, call or tool list that the template passes over would be missing from what the target is asked."""
     for message in messages:
-        if message["role"] in ("system", "tool") and message["content"].strip() not in text:
+        if message["role"] in ("system", "tool") and not _stands_in(message["content"].strip(), text):
             raise Skip(f"{message['role']}_turn_not_rendered", "the template leaves this turn out")
+        _check_calls(message, text)
     if tools and str(tools[0].get("function", tools[0]).get("name", "")) not in text:
         raise Skip("tools_not_rendered", "the template leaves the tools out")
 
 
-def _end_of_answer(text: str, start: int, message: Message) -> int:
-    """Character after the answer that begins at `start` of a rendered conversation.
+def _stands_in(content: str, text: str) -> bool:
+    """Whether a template printed this content: as it is, or as a JSON string (what some do with a tool's reply)."""
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def _check_calls(message: Message, text: str) -> None:
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in text:
+            raise Skip("tool_calls_not_rendered", f"the template leaves the call of {call['function']['name']} out")
+
+
+def _end_of_answer(
+    template: ChatTemplate, whole: str, start: int, messages: Sequence[Message], tools: list[Any] | None, *, cut: bool
+) -> int:
+    """Character after the answer that begins at `start` of a rendered conversation; the calls of tools come behind it.
 
     The answer must be there as written, but for white space (templates trim): a template that puts something else
     first, such as an empty think block the target never generates, raises Skip(render_mismatch).
     """
-    at, content, reasoning = start, message["content"], message.get("reasoning_content")
-    if reasoning:
-        found = text.find(reasoning.strip(), start)
-        if found < 0:
-            raise Skip("render_mismatch", "the template leaves the reasoning out")
-        at = found + len(reasoning.strip())
-        at = max(at, text.find(content.strip(), at))  # behind the closing marker
-    end = _follow(text, at, content)
-    if end is None:
-        raise Skip("render_mismatch", f"after the prompt comes {text[start : start + 40]!r}, not {content[:40]!r}")
+    last = messages[-1]
+    content, reasoning = last["content"], last.get("reasoning_content", "")
+    if content.strip() and not reasoning:
+        end = _follow(whole, start, content)
+    else:
+        # A template's own markers stand before the content: where it ends shows when more is added to it.
+        grown = "reasoning_content" if cut and not content.strip() and reasoning else "content"
+        longer = template.render([*messages[:-1], {**last, grown: last[grown] + _MARK}], tools, prompt=False)
+        end = start if longer == whole else len(os.path.commonprefix([whole, longer]))
+    answer = "" if end is None else _squeezed(whole[start:end])
+    if reasoning and _squeezed(reasoning) not in answer.removesuffix(_squeezed(content)):
+        raise Skip("render_mismatch", "the template leaves the reasoning out")
+    if end is None or not answer.endswith(_squeezed(content)) or (answer and not content.strip() and not reasoning):
+        raise Skip("render_mismatch", f"after the prompt comes {whole[start : start + 40]!r}, not {content[:40]!r}")
     return end
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _follow(text: str, at: int, content: str) -> int | None:
@@ -169,5 +206,7 @@ def _follow(text: str, at: int, content: str) -> int | None:
             at += 1
         if at >= len(text) or text[at] != character:
             return None
+        at += 1
+    while content[-1:].isspace() and at < len(text) and text[at].isspace():
         at += 1
     return at

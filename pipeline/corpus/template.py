@@ -25,7 +25,8 @@ from pipeline.corpus.rows import Message
 from pipeline.errors import ConfigError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-_RENDER_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError)
+# A template is a program: what Python raises in it is the template's refusal of that row.
+_RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Templates that print today's date would make yesterday's tokens differ from today's.
 FIXED_DATE = "01 Jan 2025"
 

@@ -171,19 +171,112 @@ def test_a_configured_system_prompt_goes_before_chats_that_have_none(tmp_path: P
     assert "Be kind." not in template.decode(own.ids)
 
 
+# As Qwen3: reasoning in a think block, an empty one before the last answer that has none, calls as JSON.
+_REASONING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}"
+    "{{ '<think>\\n' + (message['reasoning_content'] | default('')) + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ message['content'] }}{% for call in message['tool_calls'] | default([]) %}{{ call | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_CALL = {"type": "function", "function": {"name": "add", "arguments": {}}}
+
+
+def rendered_answer(tmp_path: Path, answer: dict[str, Any], *, reason: str = "stop") -> Rendered:
+    template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", _REASONING), Template())
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", **answer}]
+    return training_rows(template, Row("0" * 16, "s", messages, None, [reason]), Tokens())
+
+
+@pytest.mark.case("DAT-04")
+@pytest.mark.parametrize("thought", ["why", "hi", "think", "<", "n\nn"])
+@pytest.mark.parametrize("content", ["Yes.", "hi", "think", "k", ">", "why"])
+def test_an_answer_that_reads_like_a_marker_or_its_own_reasoning_is_supervised_whole(
+    tmp_path: Path, content: str, thought: str
+) -> None:
+    rendered = rendered_answer(tmp_path, {"content": content, "reasoning_content": thought})
+    template = ChatTemplate(tmp_path / "tokenizer", Template())
+    assert spans(template, rendered) == [f"<think>\n{thought}\n</think>\n\n{content}<|im_end|>"]
+
+
+@pytest.mark.case("DAT-12")
+@pytest.mark.parametrize(("content", "end"), [("", ""), ("The answ", "\n</think>\n\nThe answ")])
+def test_reasoning_that_was_cut_is_supervised_up_to_the_cut(tmp_path: Path, content: str, end: str) -> None:
+    rendered = rendered_answer(tmp_path, {"content": content, "reasoning_content": "It is th"}, reason="length")
+    assert spans(ChatTemplate(tmp_path / "tokenizer", Template()), rendered) == [f"<think>\nIt is th{end}"]
+
+
+@pytest.mark.case("DAT-04")
+def test_an_empty_think_block_before_a_call_is_a_mismatch(tmp_path: Path) -> None:
+    """S29: a call without text must follow the prompt at once, or what stands between was never generated."""
+    (skip,) = rendered_answer(tmp_path, {"content": "", "tool_calls": [_CALL]}).skipped
+    assert (skip[1], "<think>" in skip[2]) == ("render_mismatch", True)
+    thought = rendered_answer(tmp_path, {"content": "", "tool_calls": [_CALL], "reasoning_content": "so"})
+    (text,) = spans(ChatTemplate(tmp_path / "tokenizer", Template()), thought)
+    assert text.startswith("<think>\nso\n</think>\n\n{")
+    assert text.endswith("}<|im_end|>")
+
+
+@pytest.mark.parametrize("before", ["", " ", "\\n"])
+def test_white_space_before_the_end_of_a_turn_does_not_hide_it(tmp_path: Path, before: str) -> None:
+    """Some templates print a space there, and some keep the answer's own."""
+    text = template_text().replace("message['content'] + '", f"message['content'].strip() + '{before}")
+    template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", text), Template())
+    chat, space = row("Hi", "Hello. "), before.replace("\\n", "\n")
+    assert spans(template, training_rows(template, chat, Tokens())) == [f"Hello.{space}<|im_end|>"]
+    untold = training_rows(template, row("Hi", "Hello."), Tokens(supervise_end_of_turn=False))
+    assert spans(template, untold) == ["Hello."]
+
+
+@pytest.mark.case("DAT-05")
+@pytest.mark.parametrize(
+    "fault", ["{{ 1 / 0 }}", "{{ 'a' * 10**20 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ [][3].x }}"]
+)
+def test_whatever_a_template_raises_costs_the_row(tmp_path: Path, fault: str) -> None:
+    text = "{% if messages | length > 2 %}" + fault + "{% endif %}" + template_text()
+    template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", text), Template())
+    rendered = training_rows(template, row("Hi", "Hello.", "More?", "Yes."), Tokens())
+    assert spans(template, rendered) == ["Hello.<|im_end|>"]
+    assert [entry[:2] for entry in rendered.skipped] == [(1, "template_error")]
+
+
+@pytest.mark.case("DAT-08")
+def test_a_tool_reply_that_the_template_prints_as_json_is_there(tmp_path: Path) -> None:
+    text = (
+        template_text()
+        .replace(
+            "message['content'] +",
+            "(message['content'] | tojson if message['role'] == 'tool' else message['content']) +",
+        )
+        .replace("'<|im_end|>\\n'", "(message['tool_calls'] | default([]) | tojson) + '<|im_end|>\\n'")
+    )
+    template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", text), Template())
+    chat = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": 'line "one"\nline two – ü'},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    rendered = training_rows(template, Row("0" * 16, "s", chat, None, ["given", "stop"]), Tokens())
+    assert [entry[1] for entry in rendered.skipped] == ["given"]
+    assert [made.turn for made in rendered.rows] == [1]
+
+
 def test_tools_and_tool_turns_the_template_passes_over_are_refused(tmp_path: Path) -> None:
     silent = template_text().replace("messages %}", "messages %}{% if message['role'] != 'tool' %}", 1)
     silent = silent.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
     template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", silent), Template())
-    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     chat = [
         {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "two"},
+        {"role": "assistant", "content": "I call for help.", "tool_calls": [_CALL]},
+        {"role": "user", "content": "And?"},
         {"role": "assistant", "content": "It is 2."},
     ]
     skipped = training_rows(template, Row.of(source="s", messages=chat), Tokens()).skipped
-    assert (1, "tool_turn_not_rendered") in [entry[:2] for entry in skipped]
+    assert [entry[1] for entry in skipped] == ["tool_calls_not_rendered"] * 2
+    chat[1:3] = [{"role": "tool", "content": "two"}]
+    skipped = training_rows(template, Row.of(source="s", messages=chat), Tokens()).skipped
+    assert [entry[1] for entry in skipped] == ["tool_turn_not_rendered"]
     tools = [{"type": "function", "function": {"name": "multiply"}}]
     offered = Row.of(source="s", messages=row("Hi", "Hello.").messages, tools=tools)
     assert [entry[1] for entry in training_rows(template, offered, Tokens()).skipped] == ["tools_not_rendered"]
