@@ -94,12 +94,15 @@ def decoder(config: DraftConfig, origin: Origin, *, model_type: str = "qwen3") -
 
 
 def heads(config: DraftConfig) -> dict[str, Any]:
-    """Markov and confidence keys. A next-token DFlash has an all-zero vanilla head: no engine runs rank 0."""
+    """Markov and confidence keys. A next-token DFlash has an all-zero vanilla head: no engine runs rank 0.
+
+    Its confidence head is stored as wide as one that reads the Markov embedding: llama.cpp loads no other.
+    """
     return {
         "markov_rank": config.markov_rank or ZERO_RANK,
         "markov_head_type": _VANILLA.get(config.markov, config.markov),
         "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence and config.markov != "none",
+        "confidence_head_with_markov": config.confidence,
     }
 
 

@@ -101,7 +101,8 @@ def _heads(config: DraftConfig, *, zero_head: bool) -> dict[str, Entry]:
     rank = config.markov_rank or ZERO_RANK
     width = config.hidden_size
     entries: dict[str, Entry] = {}
-    if config.markov != "none" or zero_head:
+    stored = config.markov != "none" or zero_head
+    if stored:
         entries["markov_head.markov_w1.weight"] = Entry((config.target_vocab_size, rank))
         entries["markov_head.markov_w2.weight"] = Entry((config.vocab_size, rank))
     if config.markov == "gated":
@@ -111,7 +112,7 @@ def _heads(config: DraftConfig, *, zero_head: bool) -> dict[str, Entry]:
         entries["markov_head.joint_proj.weight"] = Entry((3 * rank, 2 * rank + width))
         entries["markov_head.joint_proj.bias"] = Entry((3 * rank,))
     if config.confidence:
-        entries["confidence_head.proj.weight"] = Entry((1, width + config.markov_rank))
+        entries["confidence_head.proj.weight"] = Entry((1, width + (rank if stored else 0)))
         entries["confidence_head.proj.bias"] = Entry((1,))
     return entries
 

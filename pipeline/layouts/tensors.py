@@ -55,6 +55,8 @@ def to_layout(
     out = {_rename(name, config, layout): tensor for name, tensor in state.items()}
     if left_out(config, layout):
         out = {name: tensor for name, tensor in out.items() if not name.startswith("confidence_head.")}
+    if _CONFIDENCE in out:
+        out[_CONFIDENCE] = _fitted(out[_CONFIDENCE], entries[_CONFIDENCE].shape[1])
     out |= {name: torch.zeros(entry.shape) for name, entry in entries.items() if _zero(name, config)}
     if target_tensors or own_head(config):
         rows = state["d2t"] + torch.arange(len(state["d2t"])) if config.draft_vocab_size is not None else slice(None)
@@ -120,20 +122,19 @@ def from_layout(
     if config.markov == "vanilla" and not any(bool(state[name].any()) for name in _MARKOV):
         config = replace(config, kind="dflash", markov="none", markov_rank=0)
         state = {name: tensor for name, tensor in state.items() if name not in _MARKOV}
-    return config, _fit_confidence(config, state)
+    if _CONFIDENCE in state:
+        state[_CONFIDENCE] = _fitted(state[_CONFIDENCE], config.hidden_size + config.markov_rank)
+    return config, state
 
 
 _MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 _CONFIDENCE = "confidence_head.proj.weight"
 
 
-def _fit_confidence(config: DraftConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pad (or cut) the confidence row to [h; W1[x]]: the columns added multiply nothing, those cut multiplied zeros."""
-    if _CONFIDENCE in state:
-        width = config.hidden_size + config.markov_rank
-        row = state[_CONFIDENCE][:, :width]
-        state[_CONFIDENCE] = torch.cat([row, row.new_zeros(1, width - row.shape[1])], dim=1)
-    return state
+def _fitted(row: Tensor, width: int) -> Tensor:
+    """Pad (or cut) a confidence row to [h; W1[x]]: the columns added multiply nothing, those cut multiplied zeros."""
+    row = row[:, :width]
+    return torch.cat([row, row.new_zeros(1, width - row.shape[1])], dim=1)
 
 
 def _tables(config: DraftConfig, found: Mapping[str, Tensor], problems: list[str]) -> dict[str, Tensor]:

@@ -44,10 +44,17 @@ def _retensored(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -
 
 
 def test_deepspec_rank_zero_is_a_next_token_dflash(tmp_path: Path) -> None:
-    """Its own DFlash: rank 0, no Markov tensors at all."""
+    """Its own DFlash: rank 0, no Markov tensors at all, a confidence head that reads the hidden state alone."""
     made = published(tmp_path / "out", "dflash", "deepspec", dtype="float32")
-    _edited(tmp_path / "out", lambda config: config.update(markov_rank=0))
-    _retensored(tmp_path / "out", lambda found: [found.pop(name) for name in list(found) if "markov" in name] and None)
+    _edited(tmp_path / "out", lambda config: config.update(markov_rank=0, confidence_head_with_markov=False))
+    key, width = "confidence_head.proj.weight", PLAIN["hidden_size"]
+
+    def without_markov(found: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in found if "markov" in name]:
+            del found[name]
+        found[key] = found[key][:, :width].contiguous()
+
+    _retensored(tmp_path / "out", without_markov)
     loaded, _ = load_published(tmp_path / "out")
     assert loaded.config == made.config
     assert torch.equal(probe(loaded, head())["logits"], probe(made, head())["logits"])

@@ -14,7 +14,7 @@ from pipeline.layouts import files
 from pipeline.layouts.check import probe
 from pipeline.layouts.load import load_published
 from pipeline.layouts.publish import Options, facts_of, publish
-from tests.unit.layouts.published import CHANGES, drafter, drafts, head, origin, published
+from tests.unit.layouts.published import CHANGES, WIDTH, drafter, drafts, head, origin, published
 
 ROUTES = [
     (name, layout)
@@ -117,13 +117,17 @@ def test_layer_ids_are_counted_the_layouts_way(tmp_path: Path) -> None:
 
 
 def test_next_token_dflash_travels_as_zero_head(tmp_path: Path) -> None:
-    """No engine runs rank 0: the file has a Markov head of zeros, and comes back as the DFlash it was."""
-    published(tmp_path / "out", "dflash", "deepspec")
+    """No engine runs rank 0, and llama.cpp reads no confidence head without the Markov columns: both are zeros."""
+    made = published(tmp_path / "out", "dflash", "deepspec")
     found = files.read_tensors(tmp_path / "out")
     assert not found["markov_head.markov_w1.weight"].any() and not found["markov_head.markov_w2.weight"].any()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["markov_rank"] > 0 and config["confidence_head_with_markov"] is False
-    assert load_published(tmp_path / "out")[0].config.kind == "dflash"
+    assert config["markov_rank"] > 0 and config["confidence_head_with_markov"] is True
+    row = found["confidence_head.proj.weight"]
+    assert row.shape == (1, WIDTH + config["markov_rank"]) and not row[:, WIDTH:].any()
+    loaded, _ = load_published(tmp_path / "out")
+    assert loaded.config == made.config
+    assert torch.equal(loaded.state_dict()["confidence_head.proj.weight"], row[:, :WIDTH].float())
 
 
 def test_scaled_target_ships_its_scaled_embedding_and_head(tmp_path: Path) -> None:
