@@ -11,6 +11,7 @@ Of each such pair the row with the larger id goes. Rows come ordered by id, so "
 from __future__ import annotations
 
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ _NONE = np.uint32(0xFFFFFFFF)
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words: what duplicates and leaks are compared by."""
-    return _WORD.findall(text.lower())
+    """Lower-case words: what duplicates and leaks are compared by, however their characters are composed."""
+    return _WORD.findall((text if text.isascii() else unicodedata.normalize("NFKC", text)).lower())
 
 
 @dataclass(frozen=True)

@@ -62,20 +62,23 @@ def file_ranges(path: Path) -> list[Bounds]:
     return [(0, None, 1)]
 
 
-def file_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Raw]:
-    """Raw rows of a range of a file. Raises DataError where the file is damaged beyond one row."""
-    kind = _kind(path)
+def file_rows(path: Path, start: int = 0, stop: int | None = None, *, name: str | None = None) -> Iterator[Raw]:
+    """Raw rows of a range of a file. Raises DataError where the file is damaged beyond one row.
+
+    `name` is what the rows call the file; by default its own name.
+    """
+    kind, name = _kind(path), name or path.name
     with _sound(path, kind):
         if kind == "jsonl":
-            yield from _jsonl(path, start, stop)
+            yield from _jsonl(path, name, start, stop)
         elif kind == "gzip":
-            yield from _gzip(path)
+            yield from _gzip(path, name)
         elif kind == "json":
-            yield from _array(path)
+            yield from _array(path, name)
         elif kind == "parquet":
-            yield from _parquet(path, start, stop)
+            yield from _parquet(path, name, start, stop)
         else:
-            yield from _arrow(path)
+            yield from _arrow(path, name)
 
 
 @contextmanager
@@ -107,18 +110,18 @@ def _kind(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------------- lines
 
 
-def _jsonl(path: Path, start: int, stop: int | None) -> Iterator[Raw]:
+def _jsonl(path: Path, name: str, start: int, stop: int | None) -> Iterator[Raw]:
     """Lines whose first byte lies in [start, stop): every line of the file belongs to exactly one range."""
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
             _rest_of_line(file)
-        yield from _lines(file, path.name, stop)
+        yield from _lines(file, name, stop)
 
 
-def _gzip(path: Path) -> Iterator[Raw]:
+def _gzip(path: Path, name: str) -> Iterator[Raw]:
     with gzip.open(path, "rb") as file:
-        yield from _lines(file, path.name, None)  # type: ignore[arg-type]
+        yield from _lines(file, name, None)  # type: ignore[arg-type]
 
 
 def _lines(file: IO[bytes], name: str, stop: int | None) -> Iterator[Raw]:
@@ -150,7 +153,7 @@ def _parsed(line: bytes, name: str, number: int) -> Raw:
 # ---------------------------------------------------------------------------------------------------- arrays
 
 
-def _array(path: Path) -> Iterator[Raw]:
+def _array(path: Path, name: str) -> Iterator[Raw]:
     """Elements of one JSON array, decoded from a sliding buffer; `line` counts elements."""
     decoder, number, ended = json.JSONDecoder(), 0, False
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
@@ -164,7 +167,7 @@ def _array(path: Path) -> Iterator[Raw]:
                 value, end = decoder.raw_decode(buffer, at)
                 if end < len(buffer) or ended:  # a number at the buffer's end may go on
                     number, at = number + 1, end
-                    yield Raw(path.name, number, value)
+                    yield Raw(name, number, value)
                     continue
                 problem = ""
             except (ValueError, RecursionError) as error:
@@ -195,21 +198,21 @@ def _row_group_ranges(path: Path) -> list[Bounds]:
         if rows >= _ROWS_PER_RANGE or group == metadata.num_row_groups - 1:
             ranges.append((start, group + 1, line))
             start, line, rows = group + 1, line + rows, 0
-    return ranges
+    return ranges or [(0, 0, 1)]  # a file without rows is one empty range, as an empty text file is
 
 
-def _parquet(path: Path, start: int, stop: int | None) -> Iterator[Raw]:
+def _parquet(path: Path, name: str, start: int, stop: int | None) -> Iterator[Raw]:
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
         groups = list(range(start, file.num_row_groups if stop is None else stop))
         line = 1
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, use_threads=False):
-            yield from _values(batch, path.name, line)
+            yield from _values(batch, name, line)
             line += batch.num_rows
 
 
-def _arrow(path: Path) -> Iterator[Raw]:
+def _arrow(path: Path, name: str) -> Iterator[Raw]:
     """Arrow IPC: the stream form (what `datasets` writes) and the file form (feather)."""
     import pyarrow as pa
 
@@ -223,7 +226,7 @@ def _arrow(path: Path) -> Iterator[Raw]:
         line = 1
         for batch in batches:
             for offset in range(0, batch.num_rows, _BATCH_ROWS):
-                yield from _values(batch.slice(offset, _BATCH_ROWS), path.name, line + offset)
+                yield from _values(batch.slice(offset, _BATCH_ROWS), name, line + offset)
             line += batch.num_rows
 
 

@@ -115,7 +115,8 @@ def _message(turn: Any, table: Mapping[str, str]) -> Message:
     said = turn.get("role") if turn.get("role") is not None else turn.get("from")
     role = table.get(str(said).strip().lower())
     if role is None:
-        raise Skip(f"unknown_role:{str(said)[:_ROLE_SHOWN]}")
+        shown = str(said)[:_ROLE_SHOWN].encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text
+        raise Skip(f"unknown_role:{shown}")
     content = _text(turn.get("content") if turn.get("content") is not None else turn.get("value"))
     if role == "call":
         return {"role": "assistant", "content": "", "tool_calls": tool_calls(content)}

@@ -10,7 +10,8 @@ streams: one line, one array element or one small record batch at a time. Import
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Piece:
     start: int = 0
     stop: int | None = None
     first_line: int | None = 1  # of `start`; None where only a count of the earlier ranges' lines can tell
+    name: str = ""  # of a local file in listings: as much of its path as no other file of the corpus shares
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,20 @@ def plan_units(data: Data, *, seed: int) -> list[Unit]:
         ]
     if problems:
         raise ConfigError(problems)
-    return units
+    names = short_names({piece.file for unit in units for piece in unit.pieces})
+    return [
+        replace(unit, pieces=tuple(replace(piece, name=names[piece.file]) for piece in unit.pieces)) for unit in units
+    ]
+
+
+def short_names(files: Collection[str]) -> dict[str, str]:
+    """The shortest end of each path that no other of them ends with: its name, where names differ."""
+    named: dict[str, str] = {}
+    for length in range(1, 1 + max((len(Path(file).parts) for file in files), default=0)):
+        ends = {file: str(Path(*Path(file).parts[-length:])) for file in files if file not in named}
+        count = Counter(ends.values())
+        named |= {file: end for file, end in ends.items() if count[end] == 1}
+    return named
 
 
 def read_unit(unit: Unit) -> Iterator[Raw]:
@@ -135,7 +150,7 @@ def _read_piece(unit: Unit, piece: Piece) -> Iterator[Raw]:
         for line, value in enumerate(rows, 1):
             yield Raw(source.demo, line, value)
     elif local_files(str(source.path)):
-        yield from file_rows(Path(piece.file), piece.start, piece.stop)
+        yield from file_rows(Path(piece.file), piece.start, piece.stop, name=piece.name)
     else:
         stop = piece.stop if piece.stop is not None else len(hub_split(source))
         rows = hub_split(source).select(range(piece.start, stop))

@@ -80,7 +80,7 @@ def test_the_same_chats_in_every_shape_give_byte_identical_shards(tmp_path: Path
 
 
 def mixed_rows() -> list[Any]:
-    """240 good chats and ten rows that each fail in their own way."""
+    """240 good chats and eleven rows that each fail in their own way."""
     good: list[Any] = [chat(f"Question {n} about lamps?", f"Answer {n}.", source=f"s{n % 3}") for n in range(240)]
     bad = [
         "{broken",
@@ -92,6 +92,7 @@ def mixed_rows() -> list[Any]:
         {"conversations": [{"from": "human", "value": None}]},
         {"text": "x"},
         '{"conversations": [{"from": "human", "value": "\\ud800"}]}',
+        '{"conversations": [{"from": "hu\\ud83dman", "value": "x"}]}',
         '{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "limit": NaN}]}',
     ]
     return good[:100] + bad + good[100:] + [good[5], good[7]]
@@ -107,12 +108,12 @@ def test_every_row_is_a_row_out_or_a_counted_and_listed_skip(tmp_path: Path) -> 
     assert manifest["skipped"] == {
         "bad_json": 1, "bad_unicode": 1, "duplicate": 2, "empty": 1, "no_user": 2, "not_a_row": 1, "not_json": 1,
         "null_content": 1,
-        "unknown_role:my-model": 1, "unknown_shape": 1,
+        "unknown_role:hu\\ud83dman": 1, "unknown_role:my-model": 1, "unknown_shape": 1,
     }  # fmt: skip
     assert manifest["rows"]["in"] == len(mixed_rows()) == kept + sum(manifest["skipped"].values())
     places = {(entry["line"], entry["reason"]) for entry in listing_of(artifact)}
     assert (101, "bad_json") in places
-    assert (251, "duplicate") in places
+    assert (252, "duplicate") in places
     assert len(places) == sum(manifest["skipped"].values())
     assert {"report.json", "skipped.jsonl"} <= set(tracker.files)
     assert not (artifact.path / "parts").exists()
@@ -129,6 +130,18 @@ def test_a_malformed_line_301_is_named_and_the_job_goes_on(tmp_path: Path, monke
     assert (entry["file"], entry["line"], entry["reason"]) == ("corpus.jsonl", 301, "bad_json")
     assert "Unterminated string" in entry["detail"]
     assert artifact.manifest()["rows"]["out"] == 398
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    rows = [chat(f"Question {n}?", f"Answer {n}.") for n in range(40)]
+    for folder in ("web", "books"):
+        write_jsonl(tmp_path / folder / "train.jsonl", [*rows[:2], "{", *rows[2:]])
+    write_jsonl(tmp_path / "web" / "more.jsonl", ["{"])
+    data = {"sources": [{"path": str(tmp_path / "*" / "*.jsonl")}]}
+    listing = listing_of(run_stage(make_config(tmp_path / "work", data=data), "data"))
+    bad = {(entry["file"], entry["line"]) for entry in listing if entry["reason"] == "bad_json"}
+    assert bad == {("web/train.jsonl", 3), ("books/train.jsonl", 3), ("more.jsonl", 1)}
+    assert {entry["file"] for entry in listing if entry["reason"] == "duplicate"} == {"web/train.jsonl"}
 
 
 def test_too_many_bad_rows_stop_the_stage_and_name_the_reasons(tmp_path: Path) -> None:
@@ -176,7 +189,9 @@ def test_two_processes_and_two_tasks_give_the_shards_of_one(
 def test_limit_weight_and_name_of_a_source(tmp_path: Path) -> None:
     for n in range(2):
         write_jsonl(tmp_path / f"c-{n}.jsonl", [chat(f"Q {n} {k}?", "A.") for k in range(100)])
+    parquet.ParquetWriter(tmp_path / "empty.parquet", pa.schema([("messages", pa.string())])).close()
     sources = [{"path": str(tmp_path / "c-*.jsonl"), "limit": 130, "name": "mine"}]
+    sources += [{"path": str(tmp_path / "empty.parquet"), "limit": 9}]
     artifact = run_stage(make_config(tmp_path / "limit", data={"sources": sources}), "data")
     assert artifact.manifest()["rows"]["in"] == 130
     assert {row["source"] for row in rows_of(artifact)} == {"mine"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
 
+from pipeline.corpus.duplicates import words
 from pipeline.corpus.leaks import Leaks
 from pipeline.corpus.normalise import Skip
 from pipeline.corpus.rows import Row
@@ -37,6 +40,18 @@ def test_a_quoted_question_is_found_whatever_stands_around_it() -> None:
         assert caught.value.reason == "contaminated"
         assert (caught.value.facts["prompt_set"], caught.value.facts["prompt"]) == ("set", "p1")
         assert 0.5 < caught.value.facts["overlap"] <= 1
+
+
+def test_however_its_characters_are_composed_a_question_is_found() -> None:
+    """Decomposed accents, full-width letters and ligatures are the same words: for leaks and for near copies."""
+    question = "Où est le café près de l'hôtel, à Besançon, et que coûte un thé très léger en été, s'il vous plaît?"
+    made = leaks(question)
+    wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in unicodedata.normalize("NFC", question))
+    for form in (unicodedata.normalize("NFD", question), wide, question.replace("fé", "fe\u0301")):
+        assert words(form) == words(question)
+        with pytest.raises(Skip):
+            made.check(row(f"Hi! {form}"))
+    assert words("ﬁne") == ["fine"]
 
 
 def test_a_shared_instruction_or_a_changed_number_is_no_leak() -> None:
