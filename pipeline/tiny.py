@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.artifact import atomic_path
 from pipeline.config import Config, TinyTarget
 from pipeline.identity import target_folder
-from pipeline.preflight.facts import TINY_SPARE_ROWS
+from pipeline.preflight.facts import TINY_SPARE_ROWS, tiny_shape
 from pipeline.progress import progress, say
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -90,10 +90,7 @@ def _write(tiny: TinyTarget, folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            architectures=["Qwen3ForCausalLM"], dtype="float32",
-            vocab_size=tiny.vocabulary, hidden_size=tiny.hidden_size, intermediate_size=3 * tiny.hidden_size,
-            num_hidden_layers=tiny.layers, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=max(tiny.hidden_size // 4, 2), max_position_embeddings=2048, tie_word_embeddings=False,
+            architectures=["Qwen3ForCausalLM"], dtype="float32", **tiny_shape(tiny), tie_word_embeddings=False,
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
         )
     )  # fmt: skip

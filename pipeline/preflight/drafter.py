@@ -116,12 +116,14 @@ def refuse_mask_token_in_corpus(config: Config, special_tokens: Mapping[str, int
 
 
 def _vocabulary(config: Config, facts: TargetFacts) -> list[str]:
-    size = config.draft.vocabulary
+    size, kept, known, problems = config.draft.vocabulary, config.targets.topk, facts.tokenizer, []
     if size is not None and size > facts.rows:
-        return [f"draft.vocabulary: {size} is larger than the target's vocabulary of {facts.rows}"]
-    if size is not None and facts.tokenizer is not None and size > facts.tokenizer:
-        return [f"draft.vocabulary: {size} is larger than the {facts.tokenizer} tokens the target's tokenizer knows"]
-    return []
+        problems.append(f"draft.vocabulary: {size} is larger than the target's vocabulary of {facts.rows}")
+    elif size is not None and known is not None and size > known:
+        problems.append(f"draft.vocabulary: {size} is larger than the {known} tokens the target's tokenizer knows")
+    if config.targets.logits == "topk" and kept > facts.rows:
+        problems.append(f"targets.topk: {kept} is larger than the target's vocabulary of {facts.rows}")
+    return problems
 
 
 # ------------------------------------------------------------------------------------------------ the drafter's shape

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.architecture import text_part
-from pipeline.config import Config
+from pipeline.config import Config, TinyTarget
 from pipeline.errors import ConfigError
 from pipeline.identity import target_json
 
@@ -31,7 +31,7 @@ class TargetFacts:
         self.tokenizer = tokenizer  # tokens the tokenizer knows; None when it cannot be told
         self.special = special  # added special tokens
         self.ends = ends  # pad, eos, end-of-turn
-        self.text = text  # the language model's part of config.json; empty for a tiny target
+        self.text = text  # the language model's part of config.json
 
     @classmethod
     def of(cls, config: Config) -> TargetFacts:
@@ -41,7 +41,7 @@ class TargetFacts:
             return cls.read(config)
         return cls(
             num_layers=tiny.layers, rows=tiny.vocabulary, tokenizer=tiny.vocabulary - TINY_SPARE_ROWS, special={},
-            ends={}, text={},
+            ends={}, text=tiny_shape(tiny),
         )  # fmt: skip
 
     @classmethod
@@ -72,6 +72,15 @@ class TargetFacts:
             num_layers=num_layers, rows=rows, tokenizer=max(tokens) + 1 if tokens else None, special=special, ends=ends,
             text=text,
         )  # fmt: skip
+
+
+def tiny_shape(tiny: TinyTarget) -> dict[str, Any]:
+    """What config.json will say of a tiny target's sizes, before there is one."""
+    return {
+        "vocab_size": tiny.vocabulary, "hidden_size": tiny.hidden_size, "intermediate_size": 3 * tiny.hidden_size,
+        "num_hidden_layers": tiny.layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": tiny.hidden_size // 4, "max_position_embeddings": 2048, "hidden_act": "silu",
+    }  # fmt: skip
 
 
 def _ids(value: Any) -> list[int]:

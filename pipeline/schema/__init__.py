@@ -54,6 +54,16 @@ def _served_model(answers: Answers, target: Target) -> Iterator[str]:
         yield "answers.model: name the model as the server knows it (target.tiny has no name)"
 
 
+def _slots(draft: Draft, train: Train, evaluate: Evaluate, tokens: Tokens) -> Iterator[str]:
+    if train.published is not None:
+        return  # the checkpoint says how long its block is
+    slots, length = draft.block_size, evaluate.policy_length or 0
+    if slots >= tokens.max_length:
+        yield f"draft.block_size: {slots} slots do not fit in rows of tokens.max_length {tokens.max_length}"
+    if evaluate.policy == "static_length" and length > slots:
+        yield f"evaluate.policy_length: {length} is more than the {slots} slots of draft.block_size"
+
+
 def _fitted_apart(calibrate: Calibrate, evaluate: Evaluate) -> Iterator[str]:
     measured = {Path(name) for name in evaluate.prompt_sets}
     if both := [name for name in calibrate.prompt_sets or () if Path(name) in measured]:
@@ -68,6 +78,7 @@ BETWEEN: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("train", "launch"), _one_process),
     (("draft", "targets"), _exact_last_hidden),
     (("answers", "target"), _served_model),
+    (("draft", "train", "evaluate", "tokens"), _slots),
     (("calibrate", "evaluate"), _fitted_apart),
 )
 

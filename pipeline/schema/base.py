@@ -40,10 +40,13 @@ def _apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Natural = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+LARGEST = 2**53 - 1  # JSON holds it exactly, and 64 bits a thousand times
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-LARGEST, le=LARGEST)]
+Count = Annotated[Whole, Field(ge=1)]
+Natural = Annotated[Whole, Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0.0, le=1.0)]
+Share = Annotated[Fraction, Field(gt=0.0)]  # nothing is no share
+BelowOne = Annotated[Fraction, Field(lt=1.0)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=False)]
 Temperature = Annotated[NonNegative, AfterValidator(_not_tiny)]

@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pipeline.schema.base import Count, Dtype, Fraction, Natural, Positive, Section, Temperature, execution, result
+from pipeline.schema.base import (
+    Count,
+    Dtype,
+    Fraction,
+    Natural,
+    Positive,
+    Section,
+    Share,
+    Temperature,
+    execution,
+    result,
+)
+
+# A tokenizer begins with the 256 bytes and 3 special tokens; 8 rows of the embedding stay spare.
+_LEAST_VOCABULARY = 267
 
 
 class TinyTarget(Section):
     """A small Qwen3-architecture target made on the spot, for tests and first experiments."""
 
     layers: Count = result(4, "decoder layers")
-    hidden_size: Count = result(64, "model width")
-    vocabulary: Count = result(512, "BPE vocabulary, special tokens included")
+    hidden_size: Count = result(64, "model width: 4 heads of an even one", multiple_of=8)
+    vocabulary: Count = result(512, "BPE vocabulary, special tokens included", ge=_LEAST_VOCABULARY)
     train_steps: Natural = result(60, "language-model steps on the demo corpus; 0 keeps random weights")
 
 
@@ -63,7 +77,7 @@ class Source(Section):
 
 
 class NearDuplicates(Section):
-    threshold: Fraction = result(0.8, "estimated Jaccard similarity above which the larger id is removed")
+    threshold: Share = result(0.8, "estimated Jaccard similarity above which the larger id is removed")
     permutations: Count = result(128, "MinHash permutations")
     ngram: Count = result(5, "words per shingle")
 
@@ -97,7 +111,7 @@ class Answers(Section):
     model: str | None = result(None, "model name sent to the server; default target.model")
     dtype: Dtype = result("bfloat16", "compute dtype of in-process generation")
     temperature: Temperature = result(0.7, "sampling temperature; 0 is greedy")
-    top_p: Fraction = result(1.0, "nucleus mass")
+    top_p: Share = result(1.0, "nucleus mass")
     top_k: Natural = result(0, "0 keeps all tokens")
     max_new_tokens: Count = result(2048, "answer length cap")
     cut_answers: Literal["keep", "drop"] = result("keep", "cut answers stay without a supervised end-of-turn, or go")
@@ -121,3 +135,7 @@ class Tokens(Section):
     min_loss_tokens: Count = result(2, "rows with fewer supervised tokens are skipped")
     max_skip_fraction: Fraction = result(0.05, "the stage fails when a larger share of rows is skipped")
     workers: Natural = execution(0, "processes; 0 works in this one")
+
+    def problems(self) -> Iterator[str]:
+        if self.min_loss_tokens >= self.max_length:
+            yield f"min_loss_tokens: no row of {self.max_length} tokens (max_length) supervises {self.min_loss_tokens}"

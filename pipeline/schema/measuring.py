@@ -12,6 +12,7 @@ from pipeline.schema.base import (
     Names,
     Natural,
     Section,
+    Share,
     Temperature,
     Temperatures,
     execution,
@@ -62,7 +63,7 @@ class Evaluate(Section):
     prompt_sets: Names = result(("heldout",), "`heldout`, names such as gsm8k, or JSONL files of turns")
     num_prompts: Count | None = result(None, "per prompt set; null takes all")
     temperatures: Temperatures = result((0.0, 1.0), "one record each")
-    top_p: Fraction = result(1.0, "target nucleus mass; the law is the truncated one")
+    top_p: Share = result(1.0, "target nucleus mass; the law is the truncated one")
     top_k: Natural = result(0, "0 keeps all tokens")
     max_new_tokens: Count = result(256, "per turn")
     policy: Literal["full", "early_stop", "lagged_global", "static_length", "static_threshold"] = result(
@@ -78,6 +79,8 @@ class Evaluate(Section):
     allow_template_mismatch: bool = result(False, "evaluate in another chat mode than the drafter was trained in")
 
     def problems(self) -> Iterator[str]:
+        if self.max_new_tokens < 2:
+            yield "max_new_tokens: the first token comes before any round: at least 2"
         if self.policy == "static_length" and self.policy_length is None:
             yield "policy static_length needs policy_length"
         if self.policy == "static_threshold" and self.policy_threshold is None:

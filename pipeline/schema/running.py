@@ -40,5 +40,5 @@ class Launch(Section):
     stop_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] | None = execution(
         None, "asks a run to save and end, beside SIGTERM; null: Slurm sends SIGUSR1, SIGUSR2 works too"
     )
-    grace_seconds: Count = execution(120, "between that signal and the kill")
+    grace_seconds: Count = execution(120, "between that signal and the kill", le=65535)
     port: Annotated[int, Field(ge=1024, le=65535)] | None = execution(None, "rendezvous; null derives it from the job")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pipeline.schema.base import (
+    BelowOne,
     Count,
     Dtype,
     Fraction,
@@ -92,7 +93,7 @@ class Train(Section):
     min_learning_rate: NonNegative = result(0.0, "at the last step")
     warmup_fraction: Fraction = result(0.04, "share of the steps")
     weight_decay: NonNegative = result(0.0, "AdamW")
-    betas: tuple[Fraction, Fraction] = result((0.9, 0.95), "AdamW")
+    betas: tuple[BelowOne, BelowOne] = result((0.9, 0.95), "AdamW")
     max_grad_norm: Positive = result(1.0, "global norm")
     num_anchors: Count = result(512, "anchors per conversation and epoch")
     anchor_rule: Literal["generated", "label"] = result("generated", "anchor and label supervised, or label only")
@@ -104,7 +105,7 @@ class Train(Section):
     position_decay: Positive | Literal["block_size"] | None = result(4.0, "w_k = exp(-(k-1)/decay); null is uniform")
     detach_confidence: bool = result(False, "keep the confidence loss out of backbone and Markov head")
     precision: Dtype = result("float32", "compute dtype; weights and moments stay float32")
-    validation_fraction: Fraction = result(0.02, "share of training rows held out for the training curves")
+    validation_fraction: BelowOne = result(0.02, "share of training rows held out for the training curves")
     init_from: str | None = result(None, "weights of a published or own checkpoint to start from")
     continue_from: str | None = result(None, "fingerprint or path of a finished run to extend")
     published: str | None = result(None, "take this published or own checkpoint as it is; nothing is trained")
@@ -125,6 +126,8 @@ class Train(Section):
     def problems(self) -> Iterator[str]:
         if self.ce_weight == 0 and self.tv_weight == 0:
             yield "ce_weight and tv_weight are both 0: nothing would be learned"
+        if self.min_learning_rate > self.learning_rate:
+            yield f"min_learning_rate: {self.min_learning_rate:g} is above learning_rate, the peak"
         if self.published is not None and (self.init_from is not None or self.continue_from is not None):
             yield "published trains nothing: init_from and continue_from have no effect beside it"
         if self.sharded_checkpoints and self.engine in ("zero1", "zero2", "zero3"):

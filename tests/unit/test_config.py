@@ -15,7 +15,7 @@ import yaml
 
 from pipeline import config as configuration
 from pipeline.commands import COMMANDS
-from pipeline.config import Config, Section, dump, load, result_fields, validate
+from pipeline.config import Config, Section, Source, dump, load, result_fields, validate
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,6 +209,23 @@ def test_what_does_not_fit_between_sections_comes_together_with_the_rest() -> No
         (["evaluate.policy=static_threshold"], "evaluate: policy static_threshold needs policy_threshold"),
         (["data.sources=[{demo: gsm_symbolic}]"], "data.sources.0: demo gsm_symbolic is generated without end"),
         (["target.device_map=auto", "target.tensor_parallel=true"], "target: device_map and tensor_parallel exclude"),
+        (["train.validation_fraction=1.0"], "train.validation_fraction: "),
+        (["train.betas=[0.9,1]"], "train.betas.1: "),
+        (["train.learning_rate=1e-3", "train.min_learning_rate=2e-3"], "train: min_learning_rate: 0.002 is above"),
+        (["answers.top_p=0"], "answers.top_p: "),
+        (["evaluate.top_p=0"], "evaluate.top_p: "),
+        (["evaluate.max_new_tokens=1"], "evaluate: max_new_tokens: the first token comes before any round"),
+        (["data.near_duplicates={threshold: 0}"], "data.near_duplicates.threshold: "),
+        (["tokens.max_length=12", "tokens.min_loss_tokens=12"], "tokens: min_loss_tokens: no row of 12 tokens"),
+        (["tokens.max_length=4", "draft.block_size=4"], "draft.block_size: 4 slots do not fit in rows"),
+        (
+            ["evaluate.policy=static_length", "evaluate.policy_length=5", "draft.block_size=4"],
+            "evaluate.policy_length: 5 is more than the 4 slots",
+        ),
+        (["target.tiny.hidden_size=7"], "target.tiny.hidden_size: "),
+        (["target.tiny.hidden_size=12"], "target.tiny.hidden_size: "),
+        (["target.tiny.vocabulary=266"], "target.tiny.vocabulary: "),
+        (["launch.grace_seconds=65536"], "launch.grace_seconds: "),
         (["calibrate.prompt_sets=[heldout]"], "calibrate.prompt_sets: heldout stands in evaluate.prompt_sets, too"),
         (
             ["calibrate.prompt_sets=[a.jsonl,./b.jsonl]", "evaluate.prompt_sets=[b.jsonl]"],
@@ -228,6 +245,24 @@ def test_numbers_and_times_are_read_as_people_write_them(tmp_path: Path) -> None
     path = tmp_path / "again.yaml"
     path.write_text(dump(config), encoding="utf-8")
     assert load(path) == config
+
+
+def numbers(section: type[Section], where: str = "") -> Iterator[tuple[str, type]]:
+    """(section.key, int or float) of every field that is one number."""
+    for name, field in section.model_fields.items():
+        for part in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield from numbers(part, f"{where}{name}.0." if part is Source else f"{where}{name}.")
+            elif part in (int, float):
+                yield f"{where}{name}", part
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "100000000000000000000"])
+def test_numbers_that_nothing_can_count_with_are_refused_everywhere(value: str) -> None:
+    keys = [key for key, kind in numbers(Config) if kind is int or not value.isdigit()]
+    optional = ["data.near_duplicates={}", "data.decontaminate={}"]
+    told = "\n".join(problems(*optional, *(f"{key}={value}" for key in keys)))
+    assert len(keys) > 40 and [key for key in keys if f"{key}: " not in told] == []
 
 
 # ------------------------------------------------------------------------------------------------ roles, round trip

@@ -30,7 +30,7 @@ def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30, 
 
 
 def config(folder: Path, **draft: Any) -> Config:
-    targets = draft.pop("targets", {})
+    targets = {"topk": 16, **draft.pop("targets", {})}
     return validate(
         {
             "target": {"model": str(folder)},
@@ -84,8 +84,19 @@ def test_s4_layers_out_of_range_or_order_are_refused(tmp_path: Path, layers: lis
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    message = refused(config(target(tmp_path / "t"), mask_token_id=3, vocabulary=99, targets={"layers": [35]}))
-    assert message.startswith("3 problem(s)")
+    wrong = {"mask_token_id": 3, "vocabulary": 99, "targets": {"layers": [35], "topk": 33}}
+    message = refused(config(target(tmp_path / "t"), **wrong))
+    assert message.startswith("4 problem(s)") and "topk: 33 is larger than the target's vocabulary of 32" in message
+
+
+def test_more_log_probabilities_than_tokens_are_refused_where_they_are_kept(tmp_path: Path) -> None:
+    preflight.check(config(target(tmp_path / "t"), targets={"topk": 32}))
+    preflight.check(config(target(tmp_path / "t"), targets={"topk": 33, "logits": "last_hidden"}))
+
+
+def test_the_shape_of_a_tiny_target_is_known_before_there_is_one() -> None:
+    with pytest.raises(ConfigError, match="draft.heads: 3 is not a multiple of the 2 key/value heads"):
+        preflight.check(load("configs/debug.yaml", ["draft.heads=3", "draft.init=random"]))
 
 
 @pytest.mark.case("CAB-10")
@@ -169,6 +180,7 @@ def told(folder: Path, stages: list[str], **sections: Any) -> str:
         "target": {"model": str(folder)},
         "data": {"sources": [{"path": "x.jsonl"}]},
         "draft": {"mask_token_id": 30},
+        "targets": {"topk": 16},
         "template": {"chat_template": "chat.jinja"},
         "export": {"layouts": []},
     }
