@@ -20,6 +20,7 @@ from pipeline.corpus.normalise import Skip
 from pipeline.corpus.rows import FINISHED, Message, Row
 
 GIVEN = "given"
+SERVER_ERROR = "server_error"  # why a row was left out that no endpoint would answer: another time one may
 
 
 @dataclass
@@ -61,10 +62,11 @@ class Dialogue:
 
         A word that is not one of `FINISHED` (length, abort, none at all) means that the answer is cut.
         """
-        if not message["content"].strip() and not message.get("tool_calls"):
+        cut = reason not in FINISHED
+        thought = cut and message.get("reasoning_content")  # the limit came before the answer proper
+        if not message["content"].strip() and not message.get("tool_calls") and not thought:
             self.fail(Skip("empty_answer", f"turn {self.turn}, finish reason {reason}"))
             return
-        cut = reason not in FINISHED
         if cut and self.cut_answers == "drop":
             self.fail(Skip("truncated_answer", f"turn {self.turn}, finish reason {reason}"))
             return

@@ -17,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipeline import stopping
 from pipeline.artifact import Artifact
 from pipeline.config import Config
-from pipeline.corpus.dialogue import Dialogue, seed_of, shard_facts
+from pipeline.corpus.dialogue import SERVER_ERROR, Dialogue, seed_of, shard_facts
 from pipeline.corpus.journal import Journal
 from pipeline.corpus.normalise import Skip
 from pipeline.corpus.rows import Message, read_rows
@@ -42,13 +43,14 @@ _LOST_ROWS = 8  # rows in a row that no endpoint would answer: the servers are g
 @dataclass
 class _Endpoint:
     """One server. `busy` requests are in flight; `failures` counts errors since its last answer; `strange`: it answers
-    under another model name than the one asked for."""
+    under another model name than the one asked for; `rests_until` is when a busy server wants to be asked again."""
 
     url: str
     client: AsyncOpenAI
     busy: int = 0
     failures: int = 0
     strange: bool = False
+    rests_until: float = 0.0
 
 
 @dataclass
@@ -73,6 +75,10 @@ class ServerAnswers:
         self.tokens, self.lost, self.started = 0, 0, time.monotonic()
         if self.model is None:
             raise ConfigError("answers.model: name the model as the server knows it")
+        if strange := [url for url in self.settings.endpoints if not _is_address(url)]:
+            raise ConfigError(
+                [f"answers.endpoints: {url!r} is no address such as http://host:8000/v1" for url in strange]
+            )
         if config.template.chat_template is not None:
             say(
                 "template.chat_template is not sent with requests: the server must have been started with the same "
@@ -127,7 +133,10 @@ class ServerAnswers:
             with published.path.open("wb") as file:
                 file.writelines(row.line() for row in answered)
             published.row.update(facts, rows=len(shard.dialogues))
-        shard.journal.remove()
+        if SERVER_ERROR in facts["skipped"]:
+            shard.journal.close()  # the rows may be asked again; those that were answered are not
+        else:
+            shard.journal.remove()
 
     # ------------------------------------------------------------------------------------------ one answer
 
@@ -159,14 +168,11 @@ class ServerAnswers:
         request = self._request(dialogue, messages)
         problem = ""
         for attempt in range(self.settings.retries + 1):
-            if attempt:
-                longest = min(_FIRST_DELAY_SECONDS * 2 ** (attempt - 1), _LONGEST_DELAY_SECONDS)
-                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
-                stopping.check()
-            endpoint = self._least_busy()
+            endpoint = await self._next_endpoint(attempt)
             endpoint.busy += 1
             try:
-                response = await endpoint.client.chat.completions.create(**request)
+                async with asyncio.timeout(self.settings.timeout_seconds):  # the client's starts anew with every byte
+                    response = await endpoint.client.chat.completions.create(**request)
                 answer = incoming(response)
                 self._check_model(endpoint, response.model)
                 endpoint.failures = self.lost = 0
@@ -181,8 +187,9 @@ class ServerAnswers:
                 if error.status_code < 500 and error.status_code not in _AGAIN:
                     raise Skip(f"refused_{error.status_code}", problem) from error
                 endpoint.failures += 1
-            except APIConnectionError as error:  # time-outs included
-                problem = f"{endpoint.url}: {error.message}"
+                endpoint.rests_until = time.monotonic() + _retry_after(error.response.headers.get("retry-after"))
+            except (APIConnectionError, TimeoutError) as error:
+                problem = f"{endpoint.url}: {str(error) or 'no answer in time'}"
                 endpoint.failures += 1
             except (APIError, ValueError) as error:  # an empty body, a proxy's page: no reply of this protocol
                 problem = f"{endpoint.url}: not a chat completion: {error}"
@@ -195,7 +202,7 @@ class ServerAnswers:
                 f"answers: {self.lost} rows one after the other got no answer from {len(self.endpoints)} endpoint(s), "
                 f"last: {problem}. What was answered is kept: the same command goes on when the servers are back"
             )
-        raise Skip("server_error", problem)
+        raise Skip(SERVER_ERROR, problem)
 
     def _check_model(self, endpoint: _Endpoint, served: object) -> None:
         """Say once when a server answers under another name than the one asked for: whose answers are these?"""
@@ -203,9 +210,20 @@ class ServerAnswers:
             endpoint.strange = True
             say(f"{endpoint.url} answers as model {served!r}, asked was {self.model!r}", warning=True)
 
+    async def _next_endpoint(self, attempt: int) -> _Endpoint:
+        """The endpoint to ask, after a wait: longer with each attempt, and until it has rested as long as it asked."""
+        wait = self._least_busy().rests_until - time.monotonic()
+        if attempt:
+            longest = min(_FIRST_DELAY_SECONDS * 2 ** (attempt - 1), _LONGEST_DELAY_SECONDS)
+            wait = max(wait, longest * random.uniform(0.5, 1.0))
+        if wait > 0:
+            await asyncio.sleep(wait)
+            stopping.check()
+        return self._least_busy()
+
     def _least_busy(self) -> _Endpoint:
-        limit = self.settings.concurrency
-        return min(self.endpoints, key=lambda endpoint: (endpoint.busy >= limit, endpoint.failures, endpoint.busy))
+        limit, now = self.settings.concurrency, time.monotonic()
+        return min(self.endpoints, key=lambda one: (one.busy >= limit, one.rests_until > now, one.failures, one.busy))
 
     def _request(self, dialogue: Dialogue, messages: list[Message]) -> dict[str, Any]:
         """Keyword arguments of the request; `extra_body` keys land at the top level of the JSON body."""
@@ -227,3 +245,16 @@ class ServerAnswers:
             "extra_body": extra,
         }
         return {**request, "tools": dialogue.original.tools} if dialogue.original.tools else request
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds that a busy server asks to be left alone, within bounds; 0 where it names none."""
+    return min(float(header), _LONGEST_DELAY_SECONDS) if header is not None and header.strip().isdecimal() else 0.0
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

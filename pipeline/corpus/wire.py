@@ -33,6 +33,13 @@ def incoming(response: Any) -> tuple[Message, str, int]:
 
     Raises Skip when the answer cannot be used, ValueError when the reply is none of this protocol.
     """
+    try:
+        return _read(response)
+    except (AttributeError, TypeError) as error:  # the client checks no types: text may stand where an object belongs
+        raise ValueError(f"the reply is not shaped like one ({error})") from error
+
+
+def _read(response: Any) -> tuple[Message, str, int]:
     choices = getattr(response, "choices", None)
     choice = choices[0] if isinstance(choices, list) and choices else None
     said = getattr(choice, "message", None)

@@ -8,15 +8,16 @@ conversations are played turn by turn. One output shard per text shard of the tr
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipeline.artifact import Artifact
 from pipeline.chain import StageContext, share
 from pipeline.corpus.accounts import check_share, write_listing
-from pipeline.corpus.dialogue import expected_answers
+from pipeline.corpus.dialogue import SERVER_ERROR, expected_answers
 from pipeline.corpus.rows import read_rows, shards_of
 from pipeline.errors import DataError
 from pipeline.progress import Bar, progress, say
@@ -65,10 +66,23 @@ def _finish(context: StageContext, artifact: Artifact, names: list[str]) -> None
         reasons.update(row["finish_reasons"])
     total = sum(row["rows"] for row in rows)
     limit = context.config.answers.max_skip_fraction
-    check_share(skipped, total=total, limit=limit, setting="answers.max_skip_fraction", listing=listing)
-    if not sum(row["samples"] for row in rows):
-        raise DataError(f"answers: none of {total} conversations was answered: {skipped}; {listing} names them")
+    try:
+        check_share(skipped, total=total, limit=limit, setting="answers.max_skip_fraction", listing=listing)
+        if not sum(row["samples"] for row in rows):
+            raise DataError(f"answers: none of {total} conversations was answered: {skipped}; {listing} names them")
+    except DataError as error:
+        raise _asking_again(error, artifact, rows) from None
     artifact.finish(names, ["skipped.jsonl"], rows=total, finish_reasons=dict(sorted(reasons.items())))
+    shutil.rmtree(artifact.path / "journal", ignore_errors=True)
     cut = reasons["length"] / max(sum(reasons.values()), 1)
     say(f"answers: {sum(reasons.values())} to {total} conversations, {cut:.0%} cut at the length limit"
         + (f"; left out: {skipped}" if skipped else ""))  # fmt: skip
+
+
+def _asking_again(error: DataError, artifact: Artifact, rows: list[dict[str, Any]]) -> DataError:
+    """Take back the shards with rows that no server answered: a server that was down is no fault of the data."""
+    unanswered = [row for row in rows if SERVER_ERROR in row["skipped"]]
+    for row in unanswered:
+        artifact.forget(row["file"])
+    count = sum(row["skipped"][SERVER_ERROR] for row in unanswered)
+    return DataError(f"{error}. The same command asks the {count} again that no server answered") if count else error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -163,20 +164,25 @@ def reply(**choice: Any) -> bytes:
 NO_ANSWERS = [
     b"", b"<html>bad gateway</html>", b"[]", b"{}", b'{"error": {"message": "overloaded"}}', b'{"choices": null}',
     b'{"choices": [{}]}', reply(message=None), reply(message={"content": ["a"]}), reply(message={"content": 5}),
+    b'{"choices": ["a"]}', reply(message="a"), reply(message={"content": "a", "tool_calls": "b"}),
+    reply(message={"content": "a", "tool_calls": ["b"]}), reply().replace(b'"model"', b'"usage": "a", "model"'),
 ]  # fmt: skip
 
 
 def test_a_reply_that_is_no_answer_is_a_failed_attempt_and_never_stored(tmp_path: Path) -> None:
-    lies = dict(zip((f"Q{n}?" for n in range(10)), NO_ANSWERS, strict=True))
+    count = len(NO_ANSWERS)
+    lies = {f"Q{n}?": lie for n, lie in enumerate(NO_ANSWERS)}
 
-    def lying_once(body: dict[str, Any], count: int) -> tuple[int, str | bytes, str]:
+    def lying_once(body: dict[str, Any], number: int) -> tuple[int, str | bytes, str]:
         lie = lies.pop(body["messages"][-1]["content"], None)
-        return echo(body, count) if lie is None else (200, lie, "")
+        return echo(body, number) if lie is None else (200, lie, "")
 
     with serve(lying_once) as stub:
-        artifact = run_stage(prepare(tmp_path, [stub.url]), "answers")
-        assert len(stub.bodies) == 20
-    assert Counter(row["messages"][1]["content"] for row in rows_of(artifact)) == {f"About Q{n}?": 1 for n in range(10)}
+        rows = [chat(f"Q{n}?", "old") for n in range(count)]
+        artifact = run_stage(prepare(tmp_path, [stub.url], rows=rows), "answers")
+        assert len(stub.bodies) == 2 * count
+    answers = Counter(row["messages"][1]["content"] for row in rows_of(artifact))
+    assert answers == {f"About Q{n}?": 1 for n in range(count)}
     with serve(lambda body, count: (200, b"", "")) as stub:
         made = prepare(tmp_path / "always", [stub.url], answers={"retries": 1, "concurrency": 1})
         with pytest.raises(DataError, match=r"got no answer from 1 endpoint.*not a chat completion"):
@@ -202,6 +208,69 @@ def test_only_an_answer_the_target_ended_itself_counts_as_finished(
     whole = [row["messages"][0]["content"] for row in rows_of(artifact) if len(row["messages"]) == 4]
     assert whole == ["Q3?"]  # no second question follows an answer that broke off
     assert capfd.readouterr().err.count("answers as model 'm', asked was 'served'") == 1
+
+
+def test_a_server_that_was_down_for_some_rows_is_asked_for_those_again(tmp_path: Path) -> None:
+    """Its rows are not the data's fault: they are counted, and the same command asks for them and for no others."""
+    down = {"Q2?", "Q5?"}
+
+    def failing(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+        return (502, "restarting", "") if body["messages"][-1]["content"] in down else echo(body, count)
+
+    with serve(failing) as stub:
+        made = prepare(tmp_path, [stub.url], answers={"retries": 1}, data={"shard_rows": 4})
+        with pytest.raises(DataError, match=r"server_error 2.*same command asks the 2 again"):
+            run_stage(made, "answers")
+        down.clear()
+        artifact = run_stage(made, "answers")
+    assert sorted(stub.answered) == [f"Q{n}?" for n in range(10)]  # each once
+    assert artifact.manifest()["skipped"] == {}
+    assert len(rows_of(artifact)) == 10
+    assert not (artifact.path / "journal").exists()
+
+
+def test_a_busy_server_is_left_alone_as_long_as_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def recorded(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", recorded)
+    asked = {1: "7", 2: "100000", 3: "Wed, 21 Oct 2026 07:28:00 GMT", 4: "-5"}
+    with serve(lambda body, count: (429, "busy", asked[count]) if count in asked else echo(body, count)) as stub:
+        run_stage(prepare(tmp_path, [stub.url], answers={"concurrency": 1}), "answers")
+    waits = [round(seconds) for seconds in waits if seconds]
+    assert waits[:2] == [7, 60]
+    assert max(waits[2:]) == 0
+
+
+def test_a_reply_that_never_ends_is_a_failed_attempt(tmp_path: Path) -> None:
+    """Each byte that trickles in starts the client's own time-out anew."""
+    with serve(lambda body, count: (200, None, "") if count <= 10 else echo(body, count)) as stub:
+        artifact = run_stage(prepare(tmp_path, [stub.url], answers={"timeout_seconds": 0.3}), "answers")
+    assert len(rows_of(artifact)) == 10
+
+
+@pytest.mark.case("DAT-12")
+def test_reasoning_that_was_cut_before_the_answer_is_a_cut_answer(tmp_path: Path) -> None:
+    def thinking(body: dict[str, Any], count: int) -> tuple[int, bytes, str]:
+        cut = body["messages"][-1]["content"] in ("Q1?", "Q2?")
+        message = {"role": "assistant", "content": None if cut else "Yes.", "reasoning_content": "It is th"}
+        return 200, reply(message=message, finish_reason="length" if cut else "stop"), ""
+
+    with serve(thinking) as stub:
+        artifact = run_stage(prepare(tmp_path, [stub.url]), "answers")
+    assert artifact.manifest()["finish_reasons"] == {"length": 2, "stop": 8}
+    found = {row["messages"][0]["content"]: row["messages"][1] for row in rows_of(artifact)}
+    assert found["Q1?"] == {"role": "assistant", "content": "", "reasoning_content": "It is th"}
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://", "http://[::1/v1", "http://host:x/v1"])
+def test_what_is_no_address_is_refused_before_the_first_request(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="answers.endpoints: .* is no address"):
+        run_stage(prepare(tmp_path, [url, "http://localhost:9/v1"]), "answers")
 
 
 def test_silent_servers_and_wrong_addresses_stop_the_stage(tmp_path: Path) -> None:

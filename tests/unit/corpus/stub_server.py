@@ -6,14 +6,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 # Body of a request, number of requests so far → HTTP status, and (content, finish reason) of the answer. Content in
-# bytes is the whole reply as it is: what a proxy, or a server that is none, may send.
-Behaviour = Callable[[dict[str, Any], int], tuple[int, str | bytes, str]]
+# bytes is the whole reply as it is: what a proxy, or a server that is none, may send; None is a reply that never ends.
+# Where the status is an error, the finish reason is its Retry-After header.
+Behaviour = Callable[[dict[str, Any], int], tuple[int, str | bytes | None, str]]
 
 
 def echo(body: dict[str, Any], count: int) -> tuple[int, str, str]:
@@ -59,9 +60,9 @@ def serve(behaviour: Behaviour = echo, *, delay_seconds: float = 0.0) -> Iterato
             count = stub.arrive(body)
             time.sleep(delay_seconds)
             status, content, reason = behaviour(body, count)
-            if isinstance(content, bytes):
+            if not isinstance(content, str):
                 stub.leave(None)
-                self._send(status, content)
+                self._send(status, content) if content is not None else self._trickle()
                 return
             choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": content}}
             usage = {"prompt_tokens": 1, "completion_tokens": len(content.split()), "total_tokens": 1}
@@ -70,10 +71,21 @@ def serve(behaviour: Behaviour = echo, *, delay_seconds: float = 0.0) -> Iterato
             }  # fmt: skip
             data = json.dumps(answer if status == 200 else {"error": {"message": content}}).encode()
             stub.leave(body["messages"][-1]["content"] if status == 200 else None)
-            self._send(status, data)
+            self._send(status, data, retry_after="" if status == 200 else reason)
 
-        def _send(self, status: int, data: bytes) -> None:
+        def _trickle(self) -> None:
+            with suppress(OSError):  # the client has gone
+                self.send_response(200)
+                self.send_header("Content-Length", "1000000")
+                self.end_headers()
+                while True:
+                    self.wfile.write(b" ")
+                    time.sleep(0.02)
+
+        def _send(self, status: int, data: bytes, retry_after: str = "") -> None:
             self.send_response(status)
+            if retry_after:
+                self.send_header("Retry-After", retry_after)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
