@@ -37,6 +37,8 @@ class Facts:
     scaled: bool = False
     activation: str = "silu"
     target_type: str = "qwen3"
+    tapped: int = 5
+    biased: bool = False
 
     @property
     def family(self) -> str:
@@ -44,7 +46,9 @@ class Facts:
         return "fill_in" if self.kind == "dflash" and self.layout == "fill_in" else self.kind
 
 
-def facts_of(draft: run.Draft, *, target_type: str, activation: str = "silu", scaled: bool = False) -> Facts:
+def facts_of(
+    draft: run.Draft, *, target_type: str, activation: str = "silu", scaled: bool = False, tapped: int = 5
+) -> Facts:
     """Facts of a configuration, before anything is trained; `activation` is the target's."""
     return Facts(
         kind=draft.kind,
@@ -55,6 +59,7 @@ def facts_of(draft: run.Draft, *, target_type: str, activation: str = "silu", sc
         scaled=scaled,
         activation=draft.activation or activation,
         target_type=target_type,
+        tapped=tapped,
     )
 
 
@@ -104,6 +109,10 @@ def engine_problem(engine: str, layout: str, facts: Facts) -> str | None:
         return f"does not read the {layout} layout"
     if engine == "llama.cpp" and layout == "speculators" and facts.family == "fill_in":
         return "has a converter for the DSpark and Eagle3 files of this layout, none for its fill-in ones"
+    if engine == "llama.cpp" and facts.family == "eagle3" and facts.tapped != 3:
+        return f"reads Eagle3 drafters of three tapped layers, this one has {facts.tapped} (targets.layers)"
+    if facts.biased and (engine == "llama.cpp" or (engine == "sglang" and facts.family == "eagle3")):
+        return "has no place for the biases this drafter's attention took from its target (draft.init: random has none)"
     if engine in ("vllm", "llama.cpp") and facts.markov in ("gated", "rnn"):
         return f"serves the vanilla Markov head only, this one is {facts.markov}"
     if facts.activation != "silu" and engine in ("vllm", "sglang", "llama.cpp"):
@@ -163,7 +172,9 @@ def _joined(reason: str) -> str:
 
 def early_refusals(config: run.Config, *, target_type: str, activation: str, scaled: bool = False) -> list[str]:
     """`refusals` of a whole configuration, from the target's config.json: `model_type`, `hidden_act`."""
-    facts = facts_of(config.draft, target_type=target_type, activation=activation, scaled=scaled)
+    layers = config.targets.layers
+    tapped = {} if layers is None else {"tapped": len(layers)}
+    facts = facts_of(config.draft, target_type=target_type, activation=activation, scaled=scaled, **tapped)
     return refusals(config.export.layouts, config.export.engines, facts)
 
 

@@ -135,6 +135,8 @@ def _speculators(config: DraftConfig, origin: Origin) -> dict[str, Any]:
     aux = [layer + 1 for layer in config.target_layer_ids]  # counted as hidden_states[id]
     model_type = "llama" if family == "eagle3" else "qwen3"
     stack = decoder(config, origin, model_type=model_type)
+    if family == "eagle3":
+        stack["num_aux_hidden_states"] = len(aux)  # vLLM reads it here, and takes three where it is absent
     common = {
         "architectures": [names[family]],
         "speculators_model_type": family,

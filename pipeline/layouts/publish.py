@@ -92,6 +92,8 @@ def facts_of(drafter: Drafter, frozen: Any, *, target_type: str) -> engines.Fact
         scaled=frozen.embed_scale != 1.0 or frozen.logit_scale != 1.0,
         activation=config.activation,
         target_type=target_type,
+        tapped=len(config.target_layer_ids),
+        biased=config.attention_bias,
     )
 
 

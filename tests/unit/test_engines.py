@@ -57,7 +57,7 @@ def test_dense_layout_with_draft_vocabulary_is_not_for_sglang_or_deepspec() -> N
     assert engines.servers("deepspec", dataclasses.replace(DSPARK, vocabulary=True)) == ["vllm", "llama.cpp"]
 
 
-EAGLE3 = Facts(kind="eagle3", layout="next_token", markov="none", vocabulary=True)
+EAGLE3 = Facts(kind="eagle3", layout="next_token", markov="none", vocabulary=True, tapped=3)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,20 @@ def test_llama_cpp_is_named_where_its_converter_reads(layout: str, facts: Facts,
         assert told in command("llama.cpp", **arguments)
 
 
+@pytest.mark.parametrize(
+    ("layout", "facts", "unable"),
+    [
+        ("eagle3", dataclasses.replace(EAGLE3, tapped=5), {"llama.cpp"}),
+        ("eagle3", dataclasses.replace(EAGLE3, biased=True), {"llama.cpp", "sglang"}),
+        ("deepspec", dataclasses.replace(DSPARK, biased=True), {"llama.cpp"}),
+    ],
+)
+def test_what_an_engine_would_drop_or_not_load_is_refused_for_it(layout: str, facts: Facts, unable: set[str]) -> None:
+    """SGLang's Eagle3 skips biases without a word; llama.cpp loads neither them nor other than three Eagle3 taps."""
+    plain = dataclasses.replace(facts, tapped=3, biased=False)
+    assert set(engines.servers(layout, plain)) - set(engines.servers(layout, facts)) == unable
+
+
 def test_next_token_dflash_is_not_the_dflash_layout() -> None:
     """S1: relabelled, it would serve at about one token a step without a word."""
     reason = engines.layout_problem("dflash", dataclasses.replace(DSPARK, kind="dflash", markov="none"))
@@ -94,6 +108,10 @@ def test_next_token_dflash_is_not_the_dflash_layout() -> None:
         (["draft.vocabulary=256", "export.layouts=[specforge]"], "Layouts that can: deepspec, speculators"),
         (["draft.markov=rnn", "export.engines=[vllm]", "draft.vocabulary=null"], "Engines that can: sglang"),
         (["draft.activation=gelu", "export.engines=[vllm]"], "silu only"),
+        (
+            ["draft.kind=eagle3", "draft.markov=none", "draft.mask_token_id=null", "export.engines=[llama.cpp]"],
+            "three tapped layers, this one has 2",
+        ),
     ],
 )
 def test_an_impossible_export_is_refused_before_the_chain_starts(overrides: list[str], told: str) -> None:

@@ -23,7 +23,7 @@ from pipeline.draft.derive import derive_config
 from pipeline.draft.interface import Anchors, Context, Drafter
 from pipeline.target import Target
 
-LAYERS = (0, 2, 4)
+LAYERS = (0, 1, 2, 4)  # four, because readers of Eagle3 take an unstated number to be three
 VOCABULARY, MASK = 512, 511
 PROMPTS, NEW_TOKENS, BLOCK = 8, 48, 4
 
