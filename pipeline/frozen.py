@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from pipeline.errors import ConfigError
+from pipeline.kernels.products import Workspace, wide_product
 
 _EMBED = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _NORM = ("norm.weight", "norm_f.weight", "ln_f.weight", "final_layernorm.weight", "final_layer_norm.weight")
@@ -64,18 +65,14 @@ class Frozen:
     def logits(self, last_hidden_ND: Tensor, rows: Tensor | None = None) -> Tensor:
         """fp32 logits [N, V] (or [N, len(rows)]) of post-final-norm states, with scale and soft-cap (S11).
 
-        Products of bf16 tensors are not rounded to bf16 (a logit of 20 would move by up to 0.06): CUDA accumulates into
-        fp32; the CPU has no such product, so the rounded result gets the rounded rest added, which keeps 16 bits.
+        Products of bf16 tensors are not rounded to bf16: a logit of 20 would move by up to 0.06.
         """
         head = self.head_VD if rows is None else self.head_VD[rows]
         hidden = last_hidden_ND.to(head.dtype)
-        if head.dtype == torch.float32:
-            return self.finish(F.linear(hidden, head))
-        if hidden.is_cuda:
-            return self.finish(torch.mm(hidden, head.t(), out_dtype=torch.float32))
-        rounded = F.linear(hidden, head)
-        raw = rounded.float()
-        return self.finish(raw.add_(rounded.addmm_(hidden, head.t(), beta=-1.0)))
+        if head.dtype.itemsize >= 4:
+            return self.finish(F.linear(hidden, head).float())
+        out_NV = torch.empty(len(hidden), len(head), dtype=torch.float32, device=hidden.device)
+        return self.finish(wide_product([(hidden, head)], out_NV, Workspace(hidden.device)))
 
     def rough_logits(self, last_hidden_ND: Tensor) -> Tensor:
         """Like `logits`, at half the cost on a CPU in bf16: good to about 2⁻⁹ relative. Refine with `logits_at`."""

@@ -88,11 +88,14 @@ class AnchorPlan:
 
     def _grouped(self, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
         stop_A = self.stop_A if self.order_A is None else self.stop_A[self.order_A]
+        sizes = [group.last - group.first for group in self.groups]
+        # Split rather than sliced: backward then joins the groups' gradients instead of adding up padded ones.
+        by_group = zip(self.groups, *(x.split(sizes) for x in (stop_A, q, own_k, own_v)), strict=True)
         parts = []
-        for group in self.groups:
-            rows, prefix = slice(group.first, group.last), slice(group.start, group.stop)
-            seen_GP = torch.arange(group.start, group.stop, device=q.device) < stop_A[rows, None]
-            parts.append(_group_attention(q[rows], k[prefix], v[prefix], own_k[rows], own_v[rows], seen_GP))
+        for group, stop_G, q_G, own_k_G, own_v_G in by_group:
+            prefix = slice(group.start, group.stop)
+            seen_GP = torch.arange(group.start, group.stop, device=q.device) < stop_G[:, None]
+            parts.append(_group_attention(q_G, k[prefix], v[prefix], own_k_G, own_v_G, seen_GP))
         return torch.cat(parts)
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:

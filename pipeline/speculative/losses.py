@@ -21,12 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pipeline.kernels.products import Workspace
 from pipeline.speculative.teacher import (
     DraftVocabulary,
     Head,
     Law,
     Teacher,
-    Workspace,
     head_logits,
     row_tile,
 )

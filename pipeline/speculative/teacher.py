@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pipeline.kernels.products import Workspace, wide_product
+
 # On a CPU, work between two matrix products goes tile by tile: what was just written is still in the cache when read.
 TILE_ELEMENTS = 2**21
 
@@ -21,21 +23,6 @@ TILE_ELEMENTS = 2**21
 def row_tile(values: Tensor) -> int:
     """Rows of [N, C] to work on at a time between two matrix products."""
     return max(1, len(values) if values.is_cuda else TILE_ELEMENTS // values.shape[1])
-
-
-class Workspace:
-    """Buffers that successive chunks reuse: fresh memory is mapped page by page, which costs more than computing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def get(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """The buffer `name` as [rows, columns], content undefined; it overwrites what the same name held before."""
-        flat = self._flat.get((name, dtype))
-        if flat is None or flat.numel() < rows * columns:
-            flat = self._flat[name, dtype] = torch.empty(rows * columns, dtype=dtype, device=self._device)
-        return flat[: rows * columns].view(rows, columns)
 
 
 @dataclass(frozen=True)
@@ -187,7 +174,7 @@ class HiddenTeacher:
     ) -> Law:
         hidden_PD = self.hidden_PD[rows_P].to(head.weight_VD.dtype)
         out = work.get("target", rows_P.numel(), head.weight_VD.shape[0], dtype)
-        return _dense(head_logits(hidden_PD, head, out, work), words)
+        return _dense(head_logits(hidden_PD, head, out, work), words, work)
 
     def argmax(self, head: Head) -> Tensor:
         parts = self.hidden_PD.split(max(1, 2**24 // head.weight_VD.shape[0]))
@@ -212,7 +199,7 @@ class FullTeacher:
         self, rows_P: Tensor, words: DraftVocabulary | None, dtype: torch.dtype, head: Head, work: Workspace
     ) -> Law:
         out = work.get("target", rows_P.numel(), self.logits_PV.shape[1], dtype)
-        return _dense(out.copy_(self.logits_PV[rows_P]), words)
+        return _dense(out.copy_(self.logits_PV[rows_P]), words, work)
 
     def argmax(self, head: Head) -> Tensor:
         return self.logits_PV.argmax(1)
@@ -221,14 +208,14 @@ class FullTeacher:
 Teacher = TopTeacher | HiddenTeacher | FullTeacher
 
 
-def _dense(logits_PV: Tensor, words: DraftVocabulary | None) -> Law:
+def _dense(logits_PV: Tensor, words: DraftVocabulary | None, work: Workspace) -> Law:
     """The law of logits, which are overwritten."""
     probs_PV, best_P = logits_PV, torch.empty(len(logits_PV), dtype=torch.long, device=logits_PV.device)
     rows = row_tile(logits_PV)
     for part_tV, best_t in zip(logits_PV.split(rows), best_P.split(rows), strict=True):
         torch.argmax(part_tV, 1, out=best_t)
-        part_tV.sub_(part_tV.gather(1, best_t[:, None])).exp_()
-        part_tV.div_(part_tV.sum(1, keepdim=True))
+        law_tV = work.get("law tile", len(part_tV), part_tV.shape[1], part_tV.dtype)
+        part_tV.copy_(torch.softmax(part_tV, 1, out=law_tV))
     if words is None:
         return Law(torch.ones_like(probs_PV[:, 0]), best_P, probs_PV.shape[1], probs_PV)
     inside_PC = probs_PV.index_select(1, words.ids_C)
@@ -248,47 +235,15 @@ def head_logits(
 
     bias: a pair ([N, r], [V, r]) whose product is added last. slope: gets the soft-cap's derivative at every logit.
     """
-    for at in _column_tiles(hidden_ND, out):
-        here = out[:, at]
-        _product(hidden_ND, head.weight_VD[at], here, work)
-        if head.scale != 1.0:
-            here.mul_(head.scale)
-        if head.softcap is not None:
-            here.div_(head.softcap).tanh_()
-            if slope is not None:
-                torch.square(here, out=slope[:, at]).neg_().add_(1)
-            here.mul_(head.softcap)
-        if bias is not None:
-            _product(bias[0], bias[1][at], here, work, add=True)
-    return out
-
-
-def _column_tiles(hidden_ND: Tensor, out: Tensor) -> list[slice]:
-    """All columns at once where a product writes them as they are to be; tiles where it needs several passes."""
-    columns = out.shape[1]
-    direct = hidden_ND.is_cuda or hidden_ND.dtype == out.dtype
-    width = columns if direct else max(1, TILE_ELEMENTS // max(1, len(out)))
-    return [slice(first, first + width) for first in range(0, columns, width)]
-
-
-def _product(a_ND: Tensor, b_VD: Tensor, out: Tensor, work: Workspace, *, add: bool = False) -> None:
-    """out = a @ b.T, or out += a @ b.T, with `out` in fp32 or fp64 whatever the dtype of a and b.
-
-    A bf16 product is not left with bf16 results (S15). CUDA writes fp32. The CPU has no such product: there the rounded
-    result y is followed by the product minus y, itself rounded, and the two are added in fp32, which keeps 16 bits and
-    is still faster than casting to fp32.
-    """
-    if a_ND.dtype == out.dtype:
-        out.addmm_(a_ND, b_VD.t(), beta=1.0 if add else 0.0)
-    elif add and not a_ND.is_cuda:
-        out.addmm_(a_ND.to(out.dtype), b_VD.t().to(out.dtype))  # as fast where the inner dimension is a Markov rank
-    elif a_ND.is_cuda:
-        wide = torch.mm(a_ND, b_VD.t(), out_dtype=out.dtype)
-        _ = out.add_(wide) if add else out.copy_(wide)
-    else:
-        rows, columns = out.shape
-        rounded = torch.mm(a_ND, b_VD.t(), out=work.get("narrow tile", rows, columns, a_ND.dtype))
-        out.copy_(rounded)
-        # Adding a bf16 tensor to an fp32 one directly takes several times as long as copying it first.
-        wide = work.get("wide tile", rows, columns, out.dtype)
-        out.add_(wide.copy_(rounded.addmm_(a_ND, b_VD.t(), beta=-1.0)))
+    factors, last = [(hidden_ND, head.weight_VD)], [] if bias is None else [bias]
+    if head.scale == 1.0 and head.softcap is None:
+        return wide_product([*factors, *last], out, work)
+    wide_product(factors, out, work)
+    if head.scale != 1.0:
+        out.mul_(head.scale)
+    if head.softcap is not None:
+        out.div_(head.softcap).tanh_()
+        if slope is not None:
+            torch.square(out, out=slope).neg_().add_(1)
+        out.mul_(head.softcap)
+    return wide_product(last, out, work, add=True)

@@ -13,8 +13,8 @@ from pipeline.draft.build import build_drafter
 from pipeline.draft.derive import derive_config
 from pipeline.draft.from_target import init_from_target_layers
 from pipeline.draft.interface import Drafter
+from pipeline.kernels.products import Workspace
 from pipeline.shards.record import Sample, Teacher
-from pipeline.speculative.teacher import Workspace
 from pipeline.speculative.weights import position_weights
 from pipeline.target import Target
 from pipeline.training.microbatch import MicroBatch, Recipe, pack, plan_row

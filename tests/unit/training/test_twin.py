@@ -140,9 +140,8 @@ def joined(gradients: dict[str, Tensor]) -> Tensor:
 def test_bf16_loss_and_heads_lose_less_than_one_percent(kind: str, options: dict[str, Any]) -> None:
     """Gradients of the states and of every head's weights, for the states the bf16 backbone made (measured: 0.55 %).
 
-    The drafter is as it starts: L1 has a kink where p_d = p_t, and a trained one may have a slot close enough to it for
-    the 16 bits the CPU keeps of a logit to choose the other side: near a teacher over 4,096 tokens about one slot in a
-    thousand (the pooled gradient stays at 0.2 to 0.6 %, once 1.4 %, in batches of 500), here it could be one of 60.
+    The drafter is as it starts: L1 has a kink where p_d = p_t, and a trained one may have a slot so close to it that
+    rounding chooses the side.
     """
     made = Narrow(kind, **options)
     states = made.states()
