@@ -7,7 +7,6 @@ Stages, `run`, `submit`, `repair` and `feed` stop well at the first Ctrl-C, at o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from pipeline import __version__, progress, stopping
 from pipeline import config as configuration
 from pipeline.chain import STAGES
-from pipeline.commands import COMMANDS, OTHER_COMMANDS, STAGE_COMMANDS, Command
+from pipeline.commands import COMMANDS, NUMBERS, OTHER_COMMANDS, STAGE_COMMANDS, Command
 from pipeline.config import Config
 from pipeline.errors import ConfigError, DsparkError, Stopped
 from pipeline.files import storage_error
@@ -137,7 +136,7 @@ def _command_parser(name: str, command: Command) -> argparse.ArgumentParser:
     for flag, text in command.arguments:
         option, _, metavar = flag.partition("=")
         if metavar:
-            parser.add_argument(option, metavar=metavar, help=text)
+            parser.add_argument(option, metavar=metavar, type=NUMBERS.get(metavar, str), help=text)
         elif option.startswith("--"):
             parser.add_argument(option, action="store_true", help=text)
         else:
@@ -147,17 +146,11 @@ def _command_parser(name: str, command: Command) -> argparse.ArgumentParser:
     if name in STAGES and STAGES[name].ranks == "shards":
         parser.add_argument("--array", metavar="I/N", help="the I-th of N shares of the work (Slurm array task)")
     if command.stops_well:
-        parser.add_argument("--stop-after", type=_seconds, metavar="SECONDS", help="stop cleanly after this long")
+        parser.add_argument(
+            "--stop-after", metavar="SECONDS", type=NUMBERS["SECONDS"], help="stop cleanly after this long"
+        )
     parser.add_argument("--quiet", action="store_true", help="only warnings and results on the console")
     return parser
-
-
-def _seconds(text: str) -> float:
-    """A time limit; 0 stops at the first border."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < float("inf"):
-            return seconds
-    raise argparse.ArgumentTypeError(f"seconds are expected, found {text!r}")
 
 
 # ------------------------------------------------------------------------------------------------ configuration

@@ -5,9 +5,34 @@ Functions are named, not imported: `dspark --help` and every refused configurati
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 Argument = tuple[str, str]  # name ("text", "--flag" or "--option=METAVAR"), help
+
+
+def _number(
+    fits: Callable[[float], bool], expected: str, kind: Callable[[float], float] = float
+) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if fits(value := float(text)):
+                return kind(value)
+        raise argparse.ArgumentTypeError(f"{expected} expected, found {text!r}")
+
+    return read
+
+
+# METAVAR -> what reads the value; others are text.
+NUMBERS: dict[str, Callable[[str], float]] = {
+    "N": _number(lambda value: value >= 1 and value.is_integer(), "a whole number of at least 1 is", int),
+    "X": _number(lambda value: 0 < value < float("inf"), "a positive number is"),
+    "SHARE": _number(lambda value: 0 < value <= 1, "a share in (0, 1] is"),
+    "T": _number(lambda value: 0 <= value < float("inf"), "0 or a positive number is"),
+    "SECONDS": _number(lambda value: 0 <= value < float("inf"), "a number of seconds is"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +89,7 @@ OTHER_COMMANDS = {
         (
             ("--rows=N", "training rows, when the corpus is not built yet"),
             ("--tokens-per-row=N", "mean length (default 885, Open-PerfectBlend's)"),
-            ("--supervised-share=X", "share of tokens in answers (default 0.65)"),
+            ("--supervised-share=SHARE", "share of tokens in answers (default 0.65)"),
             ("--device-tflops=X", "dense peak of one device (default 400)"),
             ("--device-bandwidth=X", "its memory bandwidth in GB/s (default 2000)"),
             ("--tau=X", "accepted length (default: as evaluated, else 2)"),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pipeline import chain as chain_table
-from pipeline.config import Config, Evaluate, parse_yaml, validate
+from pipeline.config import Config, Evaluate, validate
 from pipeline.corpus.prompts import Prompt
 from pipeline.decoding.engine import Generation
 from pipeline.decoding.playing import Player
@@ -54,9 +54,9 @@ def generate(config: Config, arguments: argparse.Namespace) -> None:
 def _asked(config: Config, arguments: argparse.Namespace) -> Evaluate:
     """`evaluate` with what was asked for in the place of its own, within the same bounds."""
     tree = config.model_dump(mode="json")
-    tree["evaluate"]["temperatures"] = [parse_yaml(arguments.temperature or "0")]
+    tree["evaluate"]["temperatures"] = [arguments.temperature or 0.0]
     if arguments.max_new_tokens is not None:
-        tree["evaluate"]["max_new_tokens"] = parse_yaml(arguments.max_new_tokens)
+        tree["evaluate"]["max_new_tokens"] = arguments.max_new_tokens
     return validate(tree).evaluate
 
 

@@ -36,8 +36,8 @@ def codecs(config: Config, arguments: argparse.Namespace) -> None:
     for name in ("data", "train"):
         if not artifacts[name].complete:
             raise ArtifactError(f"codecs: the {name} stage is not finished; `dspark run` first")
-    count = int(arguments.prompts or 32)
-    temperature = float(arguments.temperature or 1.0)
+    count = arguments.prompts or 32
+    temperature = 1.0 if arguments.temperature is None else arguments.temperature
     player = Player.load(
         config, target_folder(config), dtype=config.evaluate.dtype, drafter=artifacts["train"].path / "draft"
     )

@@ -35,7 +35,7 @@ def doctor(config: Config, arguments: argparse.Namespace) -> None:
         say(f"{state:8s} {what:14s} {finding}", result=not arguments.json)
     problems = [f"{what}: {finding}" for state, what, finding in checks if state == "problem"]
     if not any(what == "target" for what in (check[1] for check in checks if check[0] == "problem")):
-        findings = _chats(config, int(arguments.samples or 2), arguments.endpoint)
+        findings = _chats(config, arguments.samples or 2, arguments.endpoint)
         say(findings.text, result=not arguments.json)
         problems += findings.problems
     if arguments.json:

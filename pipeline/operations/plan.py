@@ -34,6 +34,7 @@ from pipeline.operations.costs.rates import Rates
 from pipeline.operations.costs.work import ASSUMED_TAU, TAU_RANGE
 from pipeline.operations.status import describe
 from pipeline.preflight import default_layers
+from pipeline.preflight.facts import tiny_shape
 from pipeline.progress import say
 from pipeline.shards.layout import Spec
 from pipeline.shards.plan import Shape, show_bytes
@@ -46,8 +47,8 @@ def plan(config: Config, arguments: argparse.Namespace) -> None:
     chain, unknown = _chain(config)
     setting = setting_of(config, chain, arguments)
     device = Device(
-        _positive(arguments.device_tflops or "400", "--device-tflops") * 1e12,
-        _positive(arguments.device_bandwidth or "2000", "--device-bandwidth") * 1e9,
+        (arguments.device_tflops or 400.0) * 1e12,
+        (arguments.device_bandwidth or 2000.0) * 1e9,
     )
     costs = price(setting, device)
     facts = {**_facts(setting, device, costs), "exists": [describe(artifact) for artifact in chain.values()]}
@@ -78,9 +79,7 @@ def setting_of(config: Config, chain: dict[str, Artifact], arguments: argparse.N
     draft = derive_config(described, config.draft, target_layer_ids=layers)
     found = corpora.find(
         config, chain,
-        rows=int(_positive(arguments.rows, "--rows")) if arguments.rows else None,
-        tokens_per_row=_positive(arguments.tokens_per_row, "--tokens-per-row") if arguments.tokens_per_row else None,
-        share=_positive(arguments.supervised_share, "--supervised-share") if arguments.supervised_share else None,
+        rows=arguments.rows, tokens_per_row=arguments.tokens_per_row, share=arguments.supervised_share,
     )  # fmt: skip
     return Setting(config, shape, draft, spec_of(config, shape), found, *tau_of(chain, arguments.tau))
 
@@ -89,11 +88,7 @@ def described_target(config: Config) -> dict[str, Any]:
     """The target's config.json; of a tiny target what it will say (see `pipeline.tiny`)."""
     tiny = config.target.tiny
     if tiny is not None:
-        return {
-            "num_hidden_layers": tiny.layers, "hidden_size": tiny.hidden_size, "vocab_size": tiny.vocabulary,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": max(tiny.hidden_size // 4, 2),
-            "intermediate_size": 3 * tiny.hidden_size, "hidden_act": "silu", "rope_theta": 1e4,
-        }  # fmt: skip
+        return {**tiny_shape(tiny), "rope_theta": 1e4}
     described = target_json(config, "config.json")
     if not described:
         raise ConfigError(f"target.model: {config.target.model} has no config.json")
@@ -119,12 +114,12 @@ def _chain(config: Config) -> tuple[dict[str, Artifact], list[str]]:
         return {}, list(error.problems)
 
 
-def tau_of(chain: dict[str, Artifact], given: str | None) -> tuple[float, str]:
+def tau_of(chain: dict[str, Artifact], given: float | None) -> tuple[float, str]:
     """The accepted length to price with, and where it is from: given; what a finished evaluation of this very chain
     found, over its prompt sets and temperatures, or else calibrate's rounds; assumed.
     """
     if given:
-        return _positive(given, "--tau"), "given"
+        return given, "given"
     evaluate, calibrate = chain.get("evaluate"), chain.get("calibrate")
     found: list[float] = []
     if evaluate is not None and evaluate.complete:
@@ -147,16 +142,6 @@ def by_tau(setting: Setting, rates: Rates) -> dict[str, dict[float, float]]:
         tau: {one.stage: one.cpu_seconds for one in predict(replace(setting, tau=tau), rates)} for tau in TAU_RANGE
     }
     return {stage: {tau: seconds[stage] for tau, seconds in found.items()} for stage in drafted}
-
-
-def _positive(text: str, name: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ConfigError(f"{name}: a positive number is expected, found {text!r}")
-    return value
 
 
 # ------------------------------------------------------------------------------------------------ telling

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.__main__ import DEBUG_OVERRIDES, main
 from pipeline.chain import STAGES
-from pipeline.commands import COMMANDS
+from pipeline.commands import COMMANDS, NUMBERS
 from pipeline.config import load
 from pipeline.errors import DsparkError
 
@@ -109,7 +109,27 @@ def test_a_time_limit_that_is_none_is_refused(seconds: str, capsys: pytest.Captu
     with pytest.raises(SystemExit) as ending:
         main(["run", "-c", DEBUG, f"--stop-after={seconds}"])
     assert ending.value.code == 2
-    assert f"--stop-after: seconds are expected, found {seconds!r}" in capsys.readouterr().err
+    assert f"--stop-after: a number of seconds is expected, found {seconds!r}" in capsys.readouterr().err
+
+
+NUMBERED = [
+    (name, flag.partition("=")[0], metavar)
+    for name, command in COMMANDS.items()
+    for flag, _ in command.arguments
+    if (metavar := flag.partition("=")[2]) in NUMBERS
+]
+
+
+@pytest.mark.parametrize(("name", "option", "metavar"), NUMBERED)
+def test_options_that_are_no_such_number_are_refused(
+    name: str, option: str, metavar: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"N": ["0", "-1", "1.5", "nan", "x"], "X": ["0", "-1", "nan", "inf", "x"], "SHARE": ["0", "1.5", "x"]}
+    for value in wrong.get(metavar, ["-1", "nan", "inf", "x"]):
+        with pytest.raises(SystemExit) as ending:
+            main([name, "-c", DEBUG, f"{option}={value}"])
+        assert ending.value.code == 2 and f"{option}: " in capsys.readouterr().err
+    assert len(NUMBERED) >= 10
 
 
 def test_debug_prints_what_it_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

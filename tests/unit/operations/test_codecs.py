@@ -18,7 +18,7 @@ from tests.stages.prepared import prepare
 
 def test_the_study_runs_and_its_changes_are_paired(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = prepare(work_dir, "evaluate.dtype=bfloat16")
-    codecs(config, argparse.Namespace(prompts="4", temperature="1.0"))
+    codecs(config, argparse.Namespace(prompts=4, temperature=1.0))
     train = chain.resolve(config)["train"]
     report = json.loads((work_dir / "studies" / f"codecs-{train.fingerprint}.json").read_text())
     table = report["codecs"]

@@ -116,7 +116,7 @@ def finished(folder: Path, stage: str, **arrays: list[int] | list[bool]) -> Arti
 def test_tau_is_given_or_measured_by_the_last_stage_that_could_or_assumed(tmp_path: Path) -> None:
     open_chain = {"calibrate": Artifact(tmp_path, "calibrate", {"stage": "calibrate", "format": 1})}
     assert plan.tau_of(open_chain, None) == (2.0, "assumed")
-    assert plan.tau_of(open_chain, "3") == (3.0, "given")
+    assert plan.tau_of(open_chain, 3.0) == (3.0, "given")
     # Three rounds of 2, 0 and 4 accepted tokens; the last ended at a stop token and added none of the target's own.
     chain = {"calibrate": finished(tmp_path, "calibrate", accepted=[2, 0, 4], stopped=[False, False, True])}
     assert plan.tau_of(chain, None) == (pytest.approx(8 / 3), "measured")

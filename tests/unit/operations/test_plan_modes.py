@@ -11,7 +11,7 @@ from pipeline.config import load
 from pipeline.operations.plan import plan
 
 ASKED = argparse.Namespace(
-    rows="1000", tokens_per_row="100", supervised_share="0.5", device_tflops=None, device_bandwidth=None, tau=None,
+    rows=1000, tokens_per_row=100.0, supervised_share=0.5, device_tflops=None, device_bandwidth=None, tau=None,
     calibrate=False, json=True,
 )  # fmt: skip
 
