@@ -9,6 +9,7 @@ from pipeline.config import Draft
 from pipeline.decoding.engine import decode
 from pipeline.draft.build import build_drafter
 from pipeline.draft.derive import derive_config
+from pipeline.draft.interface import Anchors, Context
 from pipeline.speculative.acceptance import Rounds, accepted_length
 from pipeline.target import Target
 from tests.unit.decoding.toys import small_model
@@ -84,3 +85,33 @@ def test_sampled_outputs_do_not_depend_on_the_batch():
         return [generation.ids for generation in got]
 
     assert run(1) == run(3) == run(2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, options in KINDS.items() if options.get("confidence", True)])
+def test_S19_recorded_confidences_are_those_of_a_training_forward_over_the_text_that_came_out(kind):
+    """What STS is fitted on is what training taught: same anchors, positions and previous tokens."""
+    target, drafter = made(KINDS[kind])
+    prompts = [[1, 5, 7], [3, 3, 9, 11, 0], [8, 4]]
+    generations = decode(
+        target, prompts, drafter=drafter, temperature=1.0, max_new_tokens=25, stop_ids=(), batch_size=2, seeds=range(3)
+    )
+    compared = 0
+    for prompt, generation in zip(prompts, generations, strict=True):
+        ids_T = torch.tensor([*prompt, *generation.ids])
+        seen, places = target.forward(ids_T[None]), torch.arange(len(ids_T))
+        context = Context(ids_T, places, torch.zeros_like(ids_T), seen.taps_BTLD[0], seen.last_hidden_BTD[0])
+        anchor = len(prompt)
+        for step in generation.rounds:
+            index_A = torch.tensor([anchor])
+            at_AK = (index_A[:, None] + torch.arange(step.scheduled)).clamp(max=len(ids_T) - 1)
+            with torch.no_grad():
+                taught = drafter(
+                    context, Anchors(index_A, ids_T[at_AK], torch.ones_like(at_AK, dtype=torch.bool)),
+                    target.frozen.embed_VD,
+                ).confidence_AK  # fmt: skip
+            # Slot k reads the token before it, which is in the text only if it was accepted (and not cut off).
+            known = min(step.accepted + 1, step.scheduled, len(ids_T) - anchor)
+            assert step.confidence[:known] == pytest.approx(taught[0, :known].tolist(), rel=1e-3, abs=1e-3)
+            compared += known
+            anchor += step.accepted + step.bonus
+    assert compared > len([step for generation in generations for step in generation.rounds]) or kind == "one slot"
