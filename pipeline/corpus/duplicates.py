@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from datasketch import MinHash
 
 _WORD = re.compile(r"\w+")
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"  # kana and Han: written without spaces, each is a word of its own
+_WORD_OR_SIGN = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _RECALL = 0.99  # share of pairs exactly at the threshold that some band proposes
 _BANDS_AT_ONCE = 3
 _PAIRS_AT_ONCE = 20_000
@@ -37,7 +39,9 @@ _NONE = np.uint32(0xFFFFFFFF)
 
 def words(text: str) -> list[str]:
     """Lower-case words: what duplicates and leaks are compared by, however their characters are composed."""
-    return _WORD.findall((text if text.isascii() else unicodedata.normalize("NFKC", text)).lower())
+    if text.isascii():
+        return _WORD.findall(text.lower())
+    return _WORD_OR_SIGN.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Signer:
     settings: NearDuplicates
 
     def __call__(self, row: Row) -> np.ndarray:
-        tokens = words(" ".join(message["content"] for message in row.messages))
+        text = " ".join(message["content"] for message in row.messages)
+        tokens = words(text) or text.split()  # of signs alone: two such chats are not alike for having no words
         sketch = _empty_sketch(self.settings.permutations).copy()
         sketch.update_batch(_shingles(tokens, self.settings.ngram).tolist())
         return sketch.hashvalues.astype(np.uint32)

@@ -40,6 +40,12 @@ def test_signatures_estimate_the_similarity_of_shingles() -> None:
     assert words("Don't, ünder_score 3.5") == ["don", "t", "ünder_score", "3", "5"]
 
 
+def test_chats_of_signs_alone_are_alike_only_when_their_signs_are() -> None:
+    signer = Signer(NearDuplicates())
+    assert (signer(row("🙂 !")) == signer(row("🙂 !"))).all()
+    assert (signer(row("🙂 !")) == signer(row(":-( ?"))).mean() < 0.1
+
+
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.95])
 def test_bands_propose_pairs_at_the_threshold(threshold: float) -> None:
     bands, rows = bands_of(threshold, 128)

@@ -54,6 +54,15 @@ def test_however_its_characters_are_composed_a_question_is_found() -> None:
     assert words("ﬁne") == ["fine"]
 
 
+def test_a_question_written_without_spaces_is_found() -> None:
+    assert words("GPT4は大きい") == ["gpt4", "は", "大", "き", "い"]
+    question = "一个农夫有十二只母鸡，每只母鸡四天下三个蛋，请问农夫在闰年能收集到多少个鸡蛋？"
+    made = leaks(question)
+    with pytest.raises(Skip):
+        made.check(row(f"你好！{question}谢谢"))
+    made.check(row("一个农夫有三头牛，每头牛一天产十升奶，请问一周能收集到多少升牛奶？"))
+
+
 def test_a_shared_instruction_or_a_changed_number_is_no_leak() -> None:
     made = leaks(f"{QUESTION}\n{NOTE}", f"What is left after the first of March?\n{NOTE}")
     made.check(row(f"Add one and two.\n{NOTE}"))
