@@ -21,7 +21,9 @@ def push(
     endpoint: str | None = None,
     message: str = "Upload drafter",
 ) -> str:
-    """Create `repository` (owner/name) when it does not exist and upload `folder` in one commit; returns its address.
+    """Create `repository` when it does not exist and upload `folder` in one commit; returns its address.
+
+    A name without owner is the token's own user's.
 
     The folder must be an unchanged export: what is uploaded is what was checked. `token` defaults to the hub client's
     own sources (HF_TOKEN, its login file); it is never printed.
@@ -42,7 +44,7 @@ def push(
 
     api = HfApi(endpoint=endpoint, token=token)
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
+        repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
         commit = api.upload_folder(
@@ -58,5 +60,9 @@ def push(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(f"{repository}: the server refused the upload ({reason})") from error
     except Exception as error:  # its http library's own, which no other part knows: not reached, or cut off
-        raise StorageError(f"{repository}: not uploaded ({type(error).__name__}: {error})") from error
+        # Of a refusal behind it the number alone: large files go to signed addresses, which its text quotes.
+        refusal = (
+            f", HTTP {error.__cause__.response.status_code}" if isinstance(error.__cause__, HfHubHTTPError) else ""
+        )
+        raise StorageError(f"{repository}: not uploaded ({type(error).__name__}: {error}{refusal})") from error
     return str(commit.commit_url)

@@ -20,10 +20,11 @@ from pipeline.layouts.hub import push
 
 
 class Hub(ThreadingHTTPServer):
-    """Keeps uploaded files; `refuse` answers commits with 403."""
+    """Keeps uploaded files; `refuse` answers commits with 403, `full` the upload of a large file with 413."""
 
     daemon_threads = True
     refuse = False
+    full = False
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -58,6 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         data = self._body()
+        if self.server.full:
+            self._answer({"error": "too large"}, 413)
+            return
         self.server.objects[hashlib.sha256(data).hexdigest()] = data
         self._answer({})
 
@@ -80,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = [
                 {"oid": item["oid"], "size": item["size"],
-                 "actions": {"upload": {"href": f"{self.server.address}/put/{item['oid']}", "header": {}}}}
+                 "actions": {"upload": {"href": f"{self.server.address}/put/{item['oid']}?sig=signed", "header": {}}}}
                 for item in json.loads(body)["objects"]
             ]  # fmt: skip
             self._answer({"transfer": "basic", "objects": objects})
@@ -137,6 +141,19 @@ def test_push_uploads_the_folder_as_it_was_checked(hub: Hub, folder: Path) -> No
         path.name: path.read_bytes() for path in folder.iterdir()
     }
     assert "Bearer secret-token" in hub.tokens
+
+
+def test_a_name_without_owner_is_the_users_own(hub: Hub, folder: Path) -> None:
+    """The server says whose it became; the files must follow there."""
+    push(folder, "name", endpoint=hub.address, token="t")
+    assert "POST /api/models/owner/name/commit/main" in hub.seen
+
+
+def test_the_reason_behind_a_failed_upload_is_told(hub: Hub, folder: Path) -> None:
+    hub.full = True
+    with pytest.raises(StorageError, match=r"model\.safetensors.*413") as caught:
+        push(folder, "owner/name", endpoint=hub.address, token="t")
+    assert "signed" not in str(caught.value) and hub.files == {}
 
 
 def test_push_refuses_what_was_changed_or_is_no_export(hub: Hub, folder: Path) -> None:
