@@ -14,8 +14,10 @@ from launch import local
 from launch.jobs import ranks_per_node
 from pipeline.artifact import Artifact
 from pipeline.config import Config
+from pipeline.operations.report.shown import PAGE, current
 from pipeline.progress import rank, say
 from pipeline.runner import run_chain, run_stage
+from pipeline.tracking import attach
 
 
 def stage(config: Config, arguments: argparse.Namespace) -> None:
@@ -46,6 +48,11 @@ def chain(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _report(config: Config, artifacts: dict[str, Artifact]) -> Path:
+    """Where the page lies. One that shows all there is stays as it is, undrawn."""
+    folder = config.work_dir / "runs" / config.experiment
+    if current(folder, config.work_dir, artifacts):
+        attach(config, [])  # sends what a server that was away did not get
+        return folder / PAGE
     from pipeline.operations.report.command import write  # reads every stage's results, with all that draws them
 
     return write(config, artifacts)

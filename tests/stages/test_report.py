@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config import load
+from pipeline.operations.report import command
 from pipeline.tracking.places import store_uri
 from tests.stages import whole_chain
 
@@ -56,3 +57,40 @@ def test_the_stage_that_completes_the_chain_writes_the_report(finished: Path, tm
     assert not report.exists(), "export is open"
     assert main(["export", *words]) == 0
     assert "Every stage is finished." in report.read_text(encoding="utf-8")
+
+
+def test_a_call_that_computes_nothing_draws_the_page_only_where_it_is_missing_or_old(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored = shutil.ignore_patterns("mlflow.db*", "mlartifacts")
+    work_dir = shutil.copytree(finished, tmp_path / "work", symlinks=True, ignore=ignored)
+    words = ["-c", str(whole_chain.DEBUG), f"work_dir={work_dir}", "tracking.enabled=false", *whole_chain.SMALLER]
+    report, drawn = work_dir / "runs" / "debug" / "report.html", []
+    monkeypatch.setattr(command, "write", lambda config, chain: drawn.append(config.experiment))
+    assert main(["evaluate", *words]) == main(["run", *words]) == 0 and drawn == []
+    next(work_dir.glob("export/*/manifest.json")).touch()
+    assert main(["evaluate", *words]) == 0 and len(drawn) == 1, "published after the page was written"
+    report.unlink()
+    assert main(["evaluate", *words]) == 0 and len(drawn) == 2
+
+
+def test_an_unfinished_chain_leaves_the_page_of_a_finished_one_of_its_experiment(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ignored = shutil.ignore_patterns("mlflow.db*", "mlartifacts")
+    work_dir = shutil.copytree(finished, tmp_path / "work", symlinks=True, ignore=ignored)
+    words = ["-c", str(whole_chain.DEBUG), f"work_dir={work_dir}", "tracking.enabled=false", *whole_chain.SMALLER]
+    folder = work_dir / "runs" / "debug"
+    before = (folder / "report.html").read_bytes()
+    other = [*words, "export.license=mit"]
+    assert main(["report", *other]) == 0
+    shown = capsys.readouterr().out
+    (own,) = folder.glob("report-*.html")
+    assert str(own) in shown and f"{folder / 'report.html'} stays" in shown
+    assert "Not finished: export." in own.read_text(encoding="utf-8")
+    assert (folder / "report.html").read_bytes() == before
+    assert main(["export", *other]) == 0
+    assert b"Every stage is finished." in (folder / "report.html").read_bytes() != before and not own.exists()
+    assert main(["export", *words]) == 0
+    name = before.partition(b'name="chain" content="')[2].split()[0]
+    assert name in (folder / "report.html").read_bytes()[:2000], "the chain that was called last"

@@ -1,6 +1,6 @@
 """`dspark report`: everything about one experiment in one HTML file. `dspark compare`: its drafter beside the others.
 
-dspark report -c FILE      # <work_dir>/runs/<experiment>/report.html, also written at the end of `dspark run`
+dspark report -c FILE      # <work_dir>/runs/<experiment>/report.html, also written when a chain is finished
 dspark compare -c FILE     # the table of accepted lengths; charts are in the report
 """
 
@@ -17,6 +17,7 @@ from pipeline.errors import ArtifactError
 from pipeline.operations.report import compare as comparing
 from pipeline.operations.report import lineage, sections
 from pipeline.operations.report.page import Section, render
+from pipeline.operations.report.shown import PAGE, head_of, name_of, place_of
 from pipeline.operations.report.story import Parts, Story
 from pipeline.progress import say
 from pipeline.tracking import attach
@@ -44,14 +45,20 @@ def report(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def write(config: Config, chain: Mapping[str, Artifact]) -> Path:
-    """Make report.html. One that says the same already stays, and is not sent again."""
+    """Make report.html. One that says the same already stays, and is not sent again; so does that of a finished chain,
+    where this one is not finished: its page gets a name of its own.
+    """
     story = Story(config, chain)
-    path = story.folder / "report.html"
+    path = place_of(story.folder, chain)
+    if path.name != PAGE:
+        say(f"report: {story.folder / PAGE} stays, it shows a finished chain; this one is not finished")
     text = page(story)
     changed = not path.exists() or path.read_text(encoding="utf-8") != text
     if changed:
         with atomic_path(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+    if path.name == PAGE:
+        path.with_name(f"report-{name_of(chain)}.html").unlink(missing_ok=True)
     attach(config, [path] if changed else [])
     return path
 
@@ -65,7 +72,7 @@ def page(story: Story) -> str:
         f"Not finished: {', '.join(unfinished)}." if unfinished else "Every stage is finished.",
     ]
     made = [Section(title, list(make(story))) for title, make in SECTIONS.items()]
-    return render(f"Experiment {story.config.experiment}", lead, made)
+    return render(f"Experiment {story.config.experiment}", lead, made, head_of(story.chain))
 
 
 def compare(config: Config, arguments: argparse.Namespace) -> None:

@@ -91,10 +91,10 @@ class Section:
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 
-def render(title: str, lead: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole page."""
+def render(title: str, lead: Sequence[str], sections: Sequence[Section], chain: str = "") -> str:
+    """The whole page. `chain`: which one it shows (see `shown`)."""
     import jinja2
 
     source = resources.files("pipeline.operations.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(source).render(title=title, lead=lead, sections=sections)
+    return environment.from_string(source).render(title=title, lead=lead, sections=sections, chain=chain)
