@@ -19,8 +19,8 @@ _SHOWN_TOKENS = 8
 def compare(template: ChatTemplate, endpoint: str, model: str, messages: Sequence[Message]) -> tuple[str, bool]:
     """What was found, and whether server and template agree on the prompt of these messages.
 
-    `endpoint` is a base URL such as http://host:8000/v1. A server without `/tokenize` is asked for one token of an
-    answer, and only the number of prompt tokens is compared.
+    `endpoint` is a base URL such as http://host:8000/v1. A server whose `/tokenize` gives no ids of a chat is asked for
+    one token of an answer, and only the number of prompt tokens is compared.
     """
     try:
         ours = template.render_prompt(messages)
@@ -32,7 +32,7 @@ def compare(template: ChatTemplate, endpoint: str, model: str, messages: Sequenc
     root = endpoint.rstrip("/")
     try:
         theirs = _post(f"{root.removesuffix('/v1')}/tokenize", {**body, "add_generation_prompt": True}).get("tokens")
-        if theirs is None:
+        if not (isinstance(theirs, list) and theirs and all(isinstance(token, int) for token in theirs)):
             counted = _post(f"{root}/chat/completions", {**body, "max_tokens": 1})["usage"]["prompt_tokens"]
             return f"{endpoint} counts {counted} prompt tokens, we have {len(ours)}", counted == len(ours)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -30,8 +30,8 @@ def prepare(tmp_path: Path, *, rows: list[Any] | None = None, vocab_size: int = 
 
 
 @contextmanager
-def tokenizing(template: ChatTemplate | None, *, wrong: bool = False) -> Iterator[str]:
-    """A server with /tokenize, or (template None) one that only counts prompt tokens."""
+def tokenizing(template: ChatTemplate | None, *, wrong: bool = False, tokens: Any = None) -> Iterator[str]:
+    """A server with /tokenize, or (template None) one that only counts prompt tokens, or calls `tokens` its tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -40,6 +40,8 @@ def tokenizing(template: ChatTemplate | None, *, wrong: bool = False) -> Iterato
             if self.path == "/tokenize" and template is not None:
                 messages = [*body["messages"], {"role": "system", "content": "x"}] if wrong else body["messages"]
                 status, reply = 200, {"tokens": template.render_prompt(messages)}
+            elif self.path == "/tokenize" and tokens is not None:
+                status, reply = 200, {"tokens": tokens}
             elif self.path == "/v1/chat/completions":
                 status, reply = 200, {"usage": {"prompt_tokens": 3}}
             self.send_response(status)
@@ -134,8 +136,9 @@ def test_a_server_is_compared_token_by_token_or_by_count(tmp_path: Path) -> None
         assert "renders the same" in agreed.text
     with tokenizing(template, wrong=True) as url:
         assert "renders another prompt from token" in examine(made, model, samples=1, endpoint=url).problems[0]
-    with tokenizing(None) as url:
-        assert "counts 3 prompt tokens" in examine(made, model, samples=1, endpoint=url).problems[0]
+    for tokens in (None, [], 5, "abc", [{"id": 5, "text": "Hi"}]):  # other servers mean other things by /tokenize
+        with tokenizing(None, tokens=tokens) as url:
+            assert "counts 3 prompt tokens" in examine(made, model, samples=1, endpoint=url).problems[0]
     assert "cannot be asked" in examine(made, model, samples=1, endpoint="http://127.0.0.1:9/v1").problems[0]
 
 

@@ -122,6 +122,16 @@ def test_the_end_of_turn_rule(tmp_path: Path) -> None:
         assert spans(template, without) == ["Hello.", "Yes."]
 
 
+def test_generation_marks_narrow_an_answer_and_never_reach_beyond_it(tmp_path: Path) -> None:
+    """What the template itself leaves out of `{% generation %}` is not learned; marks around other turns say nothing."""
+    turn = "{{ message['content'][:3] }}{% generation %}{{ message['content'][3:] }}{% endgeneration %}"
+    text = template_text().replace("+ message['content'] + '", "}}" + turn + "{{ '")
+    template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", text), Template())
+    assert template.marks_generation
+    rendered = training_rows(template, row("Hi there", "Hello.", "More?", "Yes, more."), Tokens())
+    assert spans(template, rendered) == ["lo.<|im_end|>", ", more.<|im_end|>"]
+
+
 def test_turns_the_target_did_not_produce_are_context_only(tmp_path: Path) -> None:
     template = make(tmp_path)
     rendered = training_rows(template, row("Hi", "Call.", "More?", "Yes.", reasons=["given", "stop"]), Tokens())

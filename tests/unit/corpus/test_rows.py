@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.corpus.rows import Row, copy_id, read_rows, sampled, split_of
+from pipeline.config import Data
+from pipeline.corpus.assemble import Assembly
+from pipeline.corpus.rows import SPLITS, Row, copy_id, read_rows, sampled, split_of
 from pipeline.errors import ArtifactError, DataError
 
 IDS = [hashlib.sha256(str(number).encode()).hexdigest()[:16] for number in range(12_501)]
+
+
+def splits_of(ids: np.ndarray, *, calibration: float, evaluation: float) -> dict[str, np.ndarray]:
+    """Ids of each split, as the data stage divides them."""
+    data = Data(sources=[{"path": "x"}], calibration_fraction=calibration, evaluation_fraction=evaluation)  # type: ignore[arg-type]
+    places = np.zeros(len(ids), [("id", "<u8")])
+    places["id"] = ids
+    return {split: found["id"] for split, found in Assembly(Path(), [], data)._split(places).items()}
 
 
 @pytest.mark.case("DAT-11")
@@ -21,13 +33,14 @@ def test_splits_are_disjoint_and_complete_for_every_size_and_ratio(ratio: float)
     names = [split_of(row_id, calibration=cut, evaluation=ratio) for row_id in IDS]
     assert abs(names.count("evaluation") / len(IDS) - ratio) < 0.02
     assert abs(names.count("calibration") / len(IDS) - cut) < 0.02
-    evaluation = [row_id for row_id, name in zip(IDS, names, strict=True) if name == "evaluation"]
-    for count in [*range(1, 2001), 12_501]:  # a row's split does not depend on how many others there are
-        inside = sum(name == "evaluation" for name in names[:count])
-        outside = sum(name != "evaluation" for name in names[:count])
-        assert inside + outside == count
-    again = [row_id for row_id in reversed(IDS) if split_of(row_id, calibration=cut, evaluation=ratio) == "evaluation"]
-    assert again[::-1] == evaluation
+    ids = np.array([int(row_id, 16) for row_id in IDS], np.uint64)
+    whole = splits_of(ids, calibration=cut, evaluation=ratio)
+    assert {split: len(found) for split, found in whole.items()} == {split: names.count(split) for split in SPLITS}
+    for count in [*range(1, 2001, 37), 2000, 12_501]:
+        some = splits_of(ids[:count], calibration=cut, evaluation=ratio)
+        assert sorted(np.concatenate(list(some.values()))) == sorted(ids[:count])  # each id in one split, none lost
+        for split, found in some.items():  # whatever other rows there are
+            assert np.isin(found, whole[split]).all()
 
 
 @given(st.text(alphabet="0123456789abcdef", min_size=16, max_size=16), st.floats(0, 0.5), st.floats(0, 0.49))
