@@ -145,6 +145,7 @@ OTHER_COMMANDS = {
         "this drafter beside every other one evaluated in the same work directory",
         "dspark compare -c configs/debug.yaml",
         "pipeline.operations.report.command:compare",
+        (("--json", "print as JSON"),),
     ),
     "lineage": Command(
         "from an artifact back to the corpus, and forward to what was made from it",

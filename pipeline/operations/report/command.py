@@ -7,6 +7,7 @@ dspark compare -c FILE     # the table of accepted lengths; charts are in the re
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -84,6 +85,9 @@ def compare(config: Config, arguments: argparse.Namespace) -> None:
     if not artifact.complete:
         raise ArtifactError(f"compare: {artifact.path} is not finished; `dspark run` first")
     found = comparing.find(config.work_dir, artifact)
+    if arguments.json:
+        say(json.dumps(comparing.facts(found), indent=1), result=True)
+        return
     if found.others:
         table = [comparing.HEADER, *comparing.rows(found)]
         widths = [max(len(row[column]) for row in table) for column in range(len(comparing.HEADER))]

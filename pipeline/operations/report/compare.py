@@ -115,20 +115,37 @@ def _measured(evaluation: Evaluation, sets: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def rows(comparison: Comparison) -> list[list[str]]:
-    """A row per prompt set, temperature and drafter, columns `HEADER`. Speed-ups only at the same batch size."""
+def facts(comparison: Comparison) -> Record:
+    """The comparison as plain data: a row per prompt set, temperature and drafter, ours first, and what stands apart.
+
+    Speed-ups only at the same batch size.
+    """
     batch_size = comparison.ours.settings["batch_size"]
-    found = []
-    for name, temperature in _keys(comparison):
-        for evaluation in comparison.all:
-            for record in evaluation.pooled():
-                if (record["prompts"], record["temperature"]) == (name, temperature):
-                    faster = record.get("speedup") if record["batch_size"] == batch_size else None
-                    found.append([
-                        name, f"{temperature:g}", evaluation.label, str(record["num_prompts"]), tau_text(record),
-                        number(record["tau_draft_only"]), number(faster),
-                    ])  # fmt: skip
-    return found
+    found = [
+        {
+            "prompts": name, "temperature": temperature, "drafter": evaluation.label,
+            "evaluate": evaluation.fingerprint, "num_prompts": record["num_prompts"], "tau": record["tau"],
+            "tau_interval": record.get("tau_interval"), "tau_draft_only": record["tau_draft_only"],
+            "speedup": record.get("speedup") if record["batch_size"] == batch_size else None,
+        }
+        for name, temperature in _keys(comparison)
+        for evaluation in comparison.all
+        for record in evaluation.pooled()
+        if (record["prompts"], record["temperature"]) == (name, temperature)
+    ]  # fmt: skip
+    apart = [{"drafter": e.label, "evaluate": e.fingerprint, "differences": why} for e, why in comparison.apart]
+    return {"evaluate": comparison.ours.fingerprint, "rows": found, "notes": notes(comparison), "apart": apart}
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Those of `facts` as text, columns `HEADER`."""
+    return [
+        [
+            row["prompts"], f"{row['temperature']:g}", row["drafter"], str(row["num_prompts"]), tau_text(row),
+            number(row["tau_draft_only"]), number(row["speedup"]),
+        ]
+        for row in facts(comparison)["rows"]
+    ]  # fmt: skip
 
 
 def _keys(comparison: Comparison) -> list[tuple[str, float]]:

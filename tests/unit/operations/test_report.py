@@ -207,6 +207,19 @@ def test_only_what_both_measured_is_compared_and_the_rest_is_stated(
     assert any("batch_size (2 there, 8 here)" in line for line in lines)
 
 
+def test_a_script_reads_the_comparison_as_numbers(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = evaluated(work_dir, 1.7), evaluated(work_dir, 1.4, *EAGLE)
+    other = evaluated(work_dir, 9.9, *EAGLE, "experiment=longer", "evaluate.max_new_tokens=5")
+    found = json.loads(compared(work_dir, capsys, "--json"))
+    assert found["evaluate"] == ours
+    shown = [(row["evaluate"], row["temperature"], row["tau"]) for row in found["rows"]]
+    assert shown[:2] == [(ours, 0.0, 1.7), (theirs, 0.0, 1.4)] and len(shown) == 4
+    assert found["rows"][0]["tau_interval"] == pytest.approx([1.6, 1.9])
+    assert found["rows"][0]["speedup"] == 1.25 and any("draft.kind" in note for note in found["notes"])
+    (apart,) = found["apart"]
+    assert apart["evaluate"] == other and "evaluate.max_new_tokens (5 there, 32 here)" in apart["differences"]
+
+
 def test_compare_needs_an_evaluation_of_its_own(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *words(work_dir)]) == 4
     evaluated(work_dir, 1.7)
