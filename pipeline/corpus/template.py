@@ -10,6 +10,7 @@ made in `masks`. Imports no torch itself.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -29,6 +30,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Templates that print today's date would make yesterday's tokens differ from today's.
 FIXED_DATE = "01 Jan 2025"
+_FIXED_DAY = datetime.date(2025, 1, 1)
+_DATE_FORM = re.compile(r"""strftime_now\(\s*["']([^"']*)["']""")
 
 
 class ChatTemplate:
@@ -69,6 +72,8 @@ class ChatTemplate:
             raise ConfigError(f"target.model: {path} has a slow tokenizer; a tokenizer.json is needed for loss masks")
         self.text = str(self.tokenizer.get_chat_template())
         self.marks_generation = bool(_GENERATION.search(self.text))
+        if "strftime_now" in self.text:
+            self.tokenizer.chat_template = _on_a_fixed_day(self.text)
 
     # ------------------------------------------------------------------------------------------ rendering
 
@@ -180,8 +185,17 @@ class ChatTemplate:
             "thinking": self.settings.thinking,
             "system_prompt": self.settings.system_prompt,
             "tokenizer_hash": digest(self.tokenizer.get_vocab(), 16),
-            "date": FIXED_DATE if "date_string" in self.text else None,
+            "date": FIXED_DATE if "date_string" in self.text or "strftime_now" in self.text else None,
         }
+
+
+def _on_a_fixed_day(text: str) -> str:
+    """A template that asks the clock, with a macro in the place of the function it asks (none can be passed in)."""
+    days = {form: _FIXED_DAY.strftime(form) for form in _DATE_FORM.findall(text)}
+    return (
+        f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(days)}.get(form, {json.dumps(FIXED_DATE)}) }}}}"
+        f"{{%- endmacro -%}}{text}"
+    )
 
 
 def mismatches(trained: dict[str, Any], current: dict[str, Any]) -> list[str]:

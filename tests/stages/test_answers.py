@@ -19,6 +19,7 @@ import pytest
 from pipeline import chain, stopping
 from pipeline.config import Config, dump
 from pipeline.corpus import server
+from pipeline.corpus.journal import Journal
 from pipeline.errors import ConfigError, DataError, Stopped
 from tests.unit.corpus.stage import chat, listing_of, make_config, rows_of, run_stage, write_jsonl
 from tests.unit.corpus.stub_server import Stub, echo, serve
@@ -148,9 +149,10 @@ def test_failures_move_to_another_endpoint_and_a_refused_row_costs_itself(tmp_pa
     def picky(body: dict[str, Any], count: int) -> tuple[int, str, str]:
         return (400, "too long", "") if body["messages"][-1]["content"] == "Q5?" else echo(body, count)
 
-    with serve(broken) as bad, serve(picky) as good:
+    with serve(broken) as bad, serve(picky, delay_seconds=0.02) as good:
         settings = {"concurrency": 2, "max_skip_fraction": 0.2}
         artifact = run_stage(prepare(tmp_path, [bad.url, good.url], answers=settings), "answers")
+    assert good.most_at_once <= 2  # what the other fails to do does not fall on this one at once
     assert len(rows_of(artifact)) == 9
     assert artifact.manifest()["skipped"] == {"refused_400": 1}
     assert "too long" in listing_of(artifact)[0]["detail"]
@@ -307,6 +309,21 @@ def test_resume_goes_by_row_id_and_mends_a_half_written_line(tmp_path: Path) -> 
     }  # fmt: skip
     assert sorted(stub.answered) == ["Q2?", "Q4?", "Q5?"]
     assert not journal.exists()
+
+
+@pytest.mark.case("DAT-13")
+def test_what_follows_a_mended_line_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal" / "train-00000.jsonl"
+    with Journal(path) as journal:
+        journal.add("a", 0, {"content": "A."}, "stop")
+    path.write_bytes(path.read_bytes() + b'{"id": "b", "tu')
+    with Journal(path) as journal:
+        assert journal.get("b", 0) is None
+        journal.add("c", 0, {"content": "\ud800"}, "length")
+    with Journal(path) as journal:
+        assert [journal.get(name, 0) for name in "abc"] == [
+            ({"content": "A."}, "stop"), None, ({"content": "\ud800"}, "length")
+        ]  # fmt: skip
 
 
 def flaky(body: dict[str, Any], count: int) -> tuple[int, str, str]:

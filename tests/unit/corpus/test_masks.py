@@ -123,7 +123,7 @@ def test_the_end_of_turn_rule(tmp_path: Path) -> None:
 
 
 def test_generation_marks_narrow_an_answer_and_never_reach_beyond_it(tmp_path: Path) -> None:
-    """What the template itself leaves out of `{% generation %}` is not learned; marks around other turns say nothing."""
+    """What the template itself leaves out of `{% generation %}` is not learned; marks of other turns say nothing."""
     turn = "{{ message['content'][:3] }}{% generation %}{{ message['content'][3:] }}{% endgeneration %}"
     text = template_text().replace("+ message['content'] + '", "}}" + turn + "{{ '")
     template = ChatTemplate(make_tokenizer(tmp_path / "tokenizer", text), Template())
@@ -297,6 +297,28 @@ def test_stop_tokens_are_the_generation_configs_the_tokenizers_and_the_templates
     assert template.stop_ids == (template.tokenizer.eos_token_id,)
     (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
     assert ChatTemplate(tmp_path / "tokenizer", Template()).stop_ids == (2, 5)
+
+
+@pytest.mark.case("DAT-16")
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("{{ date_string }}", "01 Jan 2025"),
+        ("{{ strftime_now('%d %B %Y') }}", "01 January 2025"),
+        ("{% macro day(form) %}{{ strftime_now(form) }}{% endmacro %}{{ day('%Y') }}", "01 Jan 2025"),
+        ("", None),
+    ],
+)
+def test_a_template_that_prints_todays_date_prints_the_same_one_every_day(
+    tmp_path: Path, printed: str, expected: str | None
+) -> None:
+    template = ChatTemplate(
+        make_tokenizer(tmp_path / "tokenizer", printed + template_text(generation=True)), Template()
+    )
+    (made,) = training_rows(template, row("Hi", "Hello."), Tokens()).rows
+    assert template.decode(made.ids).startswith(f"{expected or ''}<|im_start|>")
+    assert template.decode([i for i, m in zip(made.ids, made.mask, strict=True) if m]) == "Hello.<|im_end|>"
+    assert (template.info()["date"] is None) == (expected is None)
 
 
 @pytest.mark.case("DAT-16")
