@@ -18,7 +18,7 @@ from safetensors.torch import load as load_safetensors
 
 from pipeline.artifact import Artifact, digest, sha256_file
 from pipeline.errors import ArtifactError
-from pipeline.shards.check import members
+from pipeline.shards.check import check_shard, members
 from pipeline.shards.index import Index
 from pipeline.shards.reader import ShardReader
 from tests.conftest import Proof
@@ -216,6 +216,23 @@ def test_damage_is_refused_at_open_with_the_shard_named(kind: str, honest_manife
     with pytest.raises(ArtifactError, match=SHARD) as refused:
         ShardReader.open(copy)
     assert "train-00000" not in str(refused.value)
+
+
+@pytest.mark.case("LDR-01")
+@pytest.mark.parametrize("change", [-1, 1, "into the last member"])
+def test_a_length_that_its_members_do_not_account_for_is_told_where_every_header_is_right(
+    change: int | str, copy: Artifact
+) -> None:
+    """What the headers cannot show: a tar cut in its last member's data or its padding, or with something behind it."""
+    path, index = copy.path / SHARD, (copy.row(SHARD) or {})["index"]
+    assert check_shard(path, index) == []
+    size = path.stat().st_size
+    last = index["offset"][-1] + index["bytes"][-1]
+    there = last - 1 if isinstance(change, str) else size + change
+    with path.open("r+b") as file:
+        file.truncate(there)
+    (problem,) = check_shard(path, index)
+    assert problem.startswith(f"{path}: {there} bytes, its index accounts for {size}: ")
 
 
 def test_every_flipped_byte_is_found_by_the_hashes(copy: Artifact, proof: Proof) -> None:
