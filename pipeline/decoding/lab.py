@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.speculative.scheduler import Scheduler, SpsTable, static_threshold
+from pipeline.speculative.scheduler import DIAGNOSTIC, Scheduler, SpsTable, static_threshold, survival
 from pipeline.speculative.sts import Records, scaled
 
 STEPS = 200
@@ -103,30 +103,47 @@ def run_lab(
     return rows
 
 
-def shortfalls(rows: Sequence[dict[str, Any]], sps: SpsTable) -> list[str]:
-    """Where a static length beats the scheduler by more than half a percent, and why."""
+def shortfalls(
+    rows: Sequence[dict[str, Any]], trace: Trace, sps: SpsTable, *, steps: int = STEPS, seed: int = 0
+) -> list[str]:
+    """Where a static length beats the scheduler by more than half a percent, and what is known of why.
+
+    `trace`, `sps`, `steps` and `seed` as in the `run_lab` that gave `rows`.
+    """
     found = []
     for users in dict.fromkeys(row["concurrency"] for row in rows):
         here = {row["policy"]: row for row in rows if row["concurrency"] == users}
         name, best = max(
-            ((name, row) for name, row in here.items() if name.startswith("static")),
-            key=lambda item: item[1]["throughput"],
+            ((name, row["throughput"]) for name, row in here.items() if name.startswith("static")),
+            key=lambda item: item[1],
         )
-        for policy in ("early_stop", "lagged_global"):
-            ours = here[policy]["throughput"]
-            if ours < best["throughput"] * (1 - _TOLERANCE):
-                why = _why(policy, users, sps)
-                found.append(f"{policy} at {users} users: {ours:.1f} tokens/s, {name} {best['throughput']:.1f}; {why}")
+        enough = best * (1 - _TOLERANCE)
+        short = [policy for policy in _HANDICAPS if here[policy]["throughput"] < enough]
+        if not short:
+            continue
+        rounds_SR = trace.play(users, steps, seed)
+        free = replay(trace, rounds_SR, Scheduler(DIAGNOSTIC, sps=sps), sps)["throughput"]
+        for policy in short:
+            why = _HANDICAPS[policy] if free >= enough else _promise(trace, rounds_SR)
+            found.append(
+                f"{policy} at {users} users: {here[policy]['throughput']:.1f} tokens/s, {name} {best:.1f}; "
+                f"the best budget of every step on these confidences gives {free:.1f}: {why}"
+            )
     return found
 
 
-def _why(policy: str, users: int, sps: SpsTable) -> str:
-    slopes = sps(torch.arange(users, 2 * users + 2)).diff()
-    if policy == "early_stop" and bool((slopes >= 0).any()) and bool((slopes < 0).any()):
-        return (
-            "the table is a staircase here: early stop does not look past the first step that costs more than it gains"
-        )
-    return "the confidences of these rounds promise less than they keep"
+# What keeps a policy from the best budget of every step.
+_HANDICAPS = {
+    "early_stop": "early stop does not look past the first draft that gains nothing",
+    "lagged_global": "the budget is that of two steps before",
+}
+
+
+def _promise(trace: Trace, rounds_SR: Tensor) -> str:
+    index = rounds_SR.flatten()
+    promised = float(survival(trace.confidence_NK[index]).sum(1).mean())
+    kept = float(trace.accepted_N[index].float().mean())
+    return f"they promise {promised:.2f} accepted drafts a round, {kept:.2f} were accepted"
 
 
 def threshold_sweep(trace: Trace) -> list[dict[str, float]]:

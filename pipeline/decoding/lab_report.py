@@ -44,7 +44,7 @@ def lab_of(folder: Path, sps: dict[str, Any], temperatures: Sequence[float], *, 
         out["temperatures"][f"T{temperature:g}"] = {
             "rounds": len(trace.accepted_N),
             "rows": rows,
-            "shortfalls": shortfalls(rows, table),
+            "shortfalls": shortfalls(rows, trace, table, seed=seed),
             "thresholds": threshold_sweep(trace),
         }
     return out

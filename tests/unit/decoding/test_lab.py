@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -51,18 +53,31 @@ def test_the_budget_falls_with_concurrency_and_no_static_length_is_better():
     """A machine on which tokens cost nothing until 64 and their full price from there on."""
     tokens = list(range(1, 256 * 6 + 1))
     sps = SpsTable.of(tokens, [100.0 if size <= 64 else 6400.0 / size for size in tokens])
-    rows = run_lab(honest_trace(), sps, concurrencies=[1, 8, 32, 64, 256], steps=60)
+    trace = honest_trace()
+    rows = run_lab(trace, sps, concurrencies=[1, 8, 32, 64, 256], steps=60)
     budget = [row["verify_budget"] for row in rows if row["policy"] == "early_stop"]
     assert budget[0] == 5.0 and budget[-1] < 1.0
     assert all(a >= b for a, b in zip(budget, budget[1:], strict=False))
-    assert not [text for text in shortfalls(rows, sps) if text.startswith("early_stop")]
+    assert not [text for text in shortfalls(rows, trace, sps, steps=60) if text.startswith("early_stop")]
 
 
-def test_a_shortfall_on_a_staircase_is_reported_with_its_reason():
-    sps = SpsTable.of([1, 2, 3, 4, 5, 6], [100.0, 49.0, 49.0, 49.0, 49.0, 49.0])
-    rows = run_lab(honest_trace(), sps, concurrencies=[1], steps=200)
-    (text,) = [text for text in shortfalls(rows, sps) if "early_stop" in text]
-    assert "staircase" in text and "static_5" in text
+def test_a_shortfall_is_early_stops_where_looking_further_makes_it_good():
+    """One more token halves the speed, the next four are free: whoever stops at the first never gets there."""
+    sps, trace = SpsTable.of([1, 2, 3, 4, 5, 6], [100.0, 49.0, 49.0, 49.0, 49.0, 49.0]), honest_trace()
+    (text,) = [text for text in shortfalls(run_lab(trace, sps, concurrencies=[1]), trace, sps) if "early_stop" in text]
+    assert "static_5" in text and text.endswith("early stop does not look past the first draft that gains nothing")
+
+
+def test_a_shortfall_of_confidences_that_promise_too_little_is_theirs_on_an_uneven_table_too():
+    """Samples far apart are levels with steps between them, as every measured table has them beyond 64 tokens."""
+    honest = honest_trace()
+    logits = honest.confidence_NK.logit() - 4
+    trace = Trace(logits.sigmoid(), honest.accepted_N, honest.stopped_N, honest.prompt_N)
+    sps = SpsTable.of([1, 3, 5], [100.0, 90.0, 80.0])
+    found = shortfalls(run_lab(trace, sps, concurrencies=[1]), trace, sps)
+    assert len(found) == 2 and all("static_" in text and "early stop does not" not in text for text in found)
+    promised, kept = (float(word) for word in re.findall(r"promise (\S+) .*, (\S+) were accepted", found[0])[0])
+    assert kept == pytest.approx(float(honest.accepted_N.double().mean()), abs=0.4) and promised < kept / 5
 
 
 def test_threshold_sweep_trades_length_for_acceptance():
