@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from pipeline.operations import feed
 from pipeline.runner import run_stage
 from pipeline.shards.feeder import Feeder
 from pipeline.shards.supply import Computed
+from pipeline.shards.writer import ShardWriter
+from tests.ranks import run_ranks
 from tests.stages.token_rows import prepare
 
 RECIPE = (
@@ -83,6 +87,48 @@ def test_a_small_budget_changes_no_loss_and_is_kept(
     assert 0 < max(most) <= BUDGET
     assert len(built) > len(SIZES) + 1, "shards were deleted and built again"
     _gone(folder / "rolling")
+
+
+def _feed(work_dir: str, killed_in: int | None) -> None:
+    """`dspark feed`, which is killed in the midst of the shard with that number, counted from 1."""
+    begun, add = list[Path](), ShardWriter.add
+
+    def dies(self: ShardWriter, **fields: Any) -> None:
+        if self._file not in begun:
+            begun.append(self._file)
+        add(self, **fields)
+        if len(begun) == killed_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ShardWriter.add = dies  # type: ignore[method-assign]
+    feed.run(prepare(Path(work_dir), *ROLLING, sizes=SIZES), argparse.Namespace())
+
+
+def test_a_killed_feeder_is_started_again_beside_the_training_that_waits_for_it(work_dir: Path) -> None:
+    """kill -9 of `dspark feed` inside a shard: no loss changes, and nothing of it stays."""
+    roomy = prepare(work_dir.parent / "roomy", *ROLLING, "targets.max_bytes=9000000", sizes=SIZES)
+    config = prepare(work_dir, *ROLLING, sizes=SIZES)
+    for settings in (roomy, config):
+        run_stage(settings, "targets", resolve(settings))
+    run_stage(roomy, "train", resolve(roomy))
+    artifacts, ends = resolve(config), []
+    folder = artifacts["targets"].path
+
+    def feeders() -> None:
+        ends.extend(run_ranks(_feed, 1, str(work_dir), 7, catch=True))
+        ends.append([json.loads((folder / "feeder.json").read_text())["pid"], *(folder / "rolling" / ".tmp").iterdir()])
+        ends.extend(run_ranks(_feed, 1, str(work_dir), None, catch=True, timeout=120))
+
+    beside = threading.Thread(target=feeders)
+    beside.start()
+    while beside.is_alive() and not (folder / "feeder.json").exists():
+        beside.join(0.05)
+    run_stage(config, "train", artifacts)
+    beside.join(60)
+    killed, (pid, *left), ended = ends
+    assert str(killed).endswith("killed by SIGKILL") and pid != os.getpid() and len(left) == 1 and ended is None
+    assert losses(config) == losses(roomy)
+    assert not (folder / "feeder.json").exists() and not list((folder / "rolling").rglob("*.tar*"))
 
 
 def _gone(folder: Path) -> None:
