@@ -70,7 +70,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if (folder / INDEX).exists():
-        listed = {folder / name for name in read_json(folder / INDEX)["weight_map"].values()}
+        listed = {folder / name for name in _weight_map(folder).values()}
         missing, extra = listed - set(found), set(found) - listed
         if missing or extra:
             raise ArtifactError(
@@ -82,6 +82,15 @@ def weight_files(folder: Path) -> list[Path]:
     if not found:
         raise ArtifactError(f"{folder}: no *.safetensors; is this a checkpoint folder?")
     return found
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index. Raises ArtifactError when it says neither."""
+    index = read_json(folder / INDEX)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ArtifactError(f"{folder / INDEX}: has no weight_map of tensor names to file names")
+    return places
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,7 +107,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         except (SafetensorError, OSError, ValueError) as error:
             raise ArtifactError(f"{path}: not a readable safetensors file ({error}); it was cut or damaged") from error
     if (folder / INDEX).exists():
-        listed = read_json(folder / INDEX)["weight_map"]
+        listed = _weight_map(folder)
         if listed != places:
             wrong = sorted(name for name in {*listed, *places} if listed.get(name) != places.get(name))
             raise ArtifactError(f"{folder / INDEX}: the index does not describe the files: {', '.join(wrong)}")

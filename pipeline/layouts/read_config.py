@@ -155,11 +155,13 @@ class _Reader:
         return {}
 
     def own(self, key: str, default: Any = None) -> Any:
-        """A key of the drafter's own, wherever the layout nests it."""
-        for place in (self.nested, self.data):
-            if key in place:
-                return place[key]
-        return default
+        """A key of the drafter's own, wherever the layout nests it; one that stands in two places says one thing."""
+        found = [place[key] for place in (self.nested, self.data) if key in place]
+        if len(found) == 2 and found[0] != found[1]:
+            told = f"{key} is {found[0]!r} in the nested part and {found[1]!r} outside: which one was it trained with?"
+            if told not in self.problems:
+                self.problems.append(told)
+        return found[0] if found else default
 
     def need(self, key: str, *, place: Data | None = None) -> Any:
         value = self.own(key) if place is None else place.get(key)

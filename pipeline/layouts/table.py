@@ -120,7 +120,7 @@ def _heads(config: DraftConfig, *, zero_head: bool) -> dict[str, Entry]:
 def list_problems(found: Mapping[str, Tensor], entries: Mapping[str, Entry], *, dtype: torch.dtype | None) -> list[str]:
     """Missing, unexpected and misshapen tensors, wrong dtypes, non-finite values; empty when all is as listed.
 
-    With `dtype` None any floating dtype passes (checkpoints from elsewhere); otherwise it is the one expected.
+    With `dtype` None any of FLOATS passes (checkpoints from elsewhere); otherwise it is the one expected.
     """
     problems = [
         f"missing {name} {list(entry.shape)}"
@@ -140,9 +140,14 @@ def list_problems(found: Mapping[str, Tensor], entries: Mapping[str, Entry], *, 
     return problems
 
 
+# Narrower ones mean nothing without the scales of a quantisation.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 def _dtype_problem(tensor: Tensor, entry: Entry, dtype: torch.dtype | None) -> str | None:
     if entry.kind == "weight":
-        right = tensor.dtype == dtype if dtype is not None else tensor.is_floating_point()
-        return None if right else f"stored as {tensor.dtype}, {dtype or 'a floating dtype'} expected"
+        wanted = FLOATS if dtype is None else (dtype,)
+        told = " or ".join(str(each) for each in wanted)
+        return None if tensor.dtype in wanted else f"stored as {tensor.dtype}, {told} expected"
     whole = not tensor.is_floating_point() and not tensor.is_complex()
     return None if whole else f"stored as {tensor.dtype}, whole numbers expected"

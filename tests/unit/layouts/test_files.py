@@ -43,6 +43,14 @@ def test_index_that_lies_is_refused(tmp_path: Path) -> None:
         files.read_tensors(tmp_path)
 
 
+@pytest.mark.parametrize("index", [{}, [], {"weight_map": None}, {"weight_map": {"a": 3}}])
+def test_index_without_a_map_is_refused(tmp_path: Path, index: object) -> None:
+    files.write_tensors(tmp_path, _tensors(), max_shard_bytes=1)
+    (tmp_path / files.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ArtifactError, match="no weight_map"):
+        files.read_tensors(tmp_path)
+
+
 def test_cut_file_is_refused(tmp_path: Path) -> None:
     files.write_tensors(tmp_path, _tensors(), max_shard_bytes=10**9)
     path = tmp_path / files.WEIGHTS

@@ -72,6 +72,27 @@ def test_confidence_head_that_ignores_the_markov_embedding(tmp_path: Path) -> No
     assert torch.equal(row[:, :width], made.state_dict()[key][:, :width]) and not row[:, width:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64])
+def test_weights_of_a_quantised_checkpoint_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    published(tmp_path / "out", "dspark", "deepspec")
+    (tmp_path / "out" / files.HASHES).unlink()
+    _retensored(tmp_path / "out", lambda found: found.update({"fc.weight": found["fc.weight"].to(dtype)}))
+    with pytest.raises(ArtifactError, match=rf"fc\.weight: stored as {dtype}"):
+        load_published(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "key", "value"),
+    [("dspark", "specforge", "block_size", 9), ("fill_in", "dflash", "mask_token_id", 3),
+     ("eagle3", "eagle3", "eagle_aux_hidden_state_layer_ids", [2, 3, 4])],
+)  # fmt: skip
+def test_a_key_that_says_two_things_is_refused(tmp_path: Path, name: str, layout: str, key: str, value: Any) -> None:
+    """Engines differ in which of the two places wins."""
+    published(tmp_path / "out", name, layout)
+    with pytest.raises(ArtifactError, match=f"{key} is .* outside: which one"):
+        load_published(_edited(tmp_path / "out", lambda config: config.update({key: value})))
+
+
 def test_specforge_file_flattened_for_vllm_is_read_as_deepspec(tmp_path: Path) -> None:
     made = published(tmp_path / "out", "dspark", "specforge", dtype="float32")
 
