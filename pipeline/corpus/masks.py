@@ -61,7 +61,7 @@ def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> 
     tool_calls_not_rendered, truncated_no_answer, too_few_supervised.
     """
     turns = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
-    rendered = Rendered()
+    rendered, longest_prompt = Rendered(), 0
     if not turns:
         rendered.skipped.append((0, "no_assistant", ""))
     for turn, place in enumerate(turns):
@@ -71,9 +71,13 @@ def training_rows(template: ChatTemplate, row: Row, settings: schema.Tokens) -> 
         try:
             if reason == "given":
                 raise Skip("given", "a tool call or other turn that the target did not produce")
+            if longest_prompt >= 2 * settings.max_length:  # later ones are longer, or only lack the reasoning in it
+                shown = f"an earlier turn's prompt has {longest_prompt} tokens, max_length keeps {settings.max_length}"
+                raise Skip("truncated_no_answer", shown)
             ids, mask = _turn(template, row, place, cut=reason not in FINISHED, settings=settings)
             rendered.rows.append(TokenRow(ids, mask, turn))
         except Skip as skip:
+            longest_prompt = max(longest_prompt, skip.facts.get("prompt_tokens", 0))
             rendered.skipped.append((turn, skip.reason, str(skip.facts.get("detail", ""))))
     return rendered
 
@@ -95,7 +99,8 @@ def _turn(
     ids, mask = answer.ids[: settings.max_length], mask[: settings.max_length]
     if sum(mask) < settings.min_loss_tokens:
         if len(answer.ids) > settings.max_length:
-            raise Skip("truncated_no_answer", f"{len(answer.ids)} tokens, max_length keeps {settings.max_length}")
+            shown = f"{len(answer.ids)} tokens, max_length keeps {settings.max_length}"
+            raise Skip("truncated_no_answer", shown, prompt_tokens=answer.start)
         raise Skip("too_few_supervised", f"{sum(mask)} supervised tokens")
     return ids, mask
 

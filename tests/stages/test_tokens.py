@@ -17,13 +17,14 @@ from pipeline.corpus.tokens import read_tokens
 from pipeline.errors import DataError
 from tests.unit.corpus.chat_tokenizer import make_tokenizer, template_text
 from tests.unit.corpus.stage import Recorder, chat, listing_of, make_config, run_stage, shard_hashes, write_jsonl
+from tests.unit.corpus.stub_server import serve
 
 
 def prepare(
     tmp_path: Path, rows: list[Any], *, template: str | None = None, work: str = "work",
     data: dict[str, Any] | None = None, **sections: Any,
 ) -> Config:  # fmt: skip
-    """A finished data stage of `rows`, read without answers, over a folder that holds only a tokenizer."""
+    """A finished data stage of `rows`, without answers unless they are set, over a folder that holds a tokenizer."""
     folder = tmp_path / "target"
     if not folder.exists():
         make_tokenizer(folder, template or template_text())
@@ -32,7 +33,7 @@ def prepare(
     split = {"calibration_fraction": 0.0, "evaluation_fraction": 0.0}
     data = {"sources": [{"path": str(path)}], "shard_rows": 16, **split, **(data or {})}
     target = {"model": str(folder)}
-    made = make_config(tmp_path / work, target=target, data=data, answers={"enabled": False}, **sections)
+    made = make_config(tmp_path / work, target=target, data=data, **{"answers": {"enabled": False}, **sections})
     run_stage(made, "data")
     return made
 
@@ -102,6 +103,30 @@ def test_candidates_in_are_rows_out_plus_skips_and_the_manifest_says_how_it_was_
     row = next(row for row in found if row.turn == 0)
     assert template.decode(row.ids[row.mask == 1]) == "Answer.<|im_end|>"
     assert (str(row.ids.dtype), str(row.mask.dtype)) == ("int32", "uint8")
+
+
+def test_turns_the_target_did_not_produce_are_no_fault_of_the_rows(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"1+{n}?"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": str(n)},
+                {"role": "assistant", "content": "old"},
+            ]
+        }
+        for n in range(10)
+    ]
+    template = template_text().replace(
+        "'<|im_end|>\\n'", "(message['tool_calls'] | default([]) | tojson) + '<|im_end|>\\n'"
+    )
+    with serve() as stub:
+        answers = {"backend": "openai", "endpoints": [stub.url], "model": "m"}
+        made = prepare(tmp_path, rows, template=template, answers=answers)
+        run_stage(made, "answers")
+    manifest = run_stage(made, "tokens").manifest()
+    assert (manifest["samples"], manifest["skipped"]) == (10, {"given": 10})
 
 
 @pytest.mark.case("DAT-10")

@@ -154,8 +154,11 @@ def test_everything_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
 
 def test_local_files_need_no_hub_and_an_offline_environment_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", [chat("Q?", "A.")])
-    local = validate({"work_dir": str(tmp_path), "target": {"tiny": {}}, "data": {"sources": [{"path": str(path)}]}})
-    assert needed(local) == {}
-    fetch(local)
+    data = {"sources": [{"path": str(path)}]}
+    tree = {"work_dir": str(tmp_path), "target": {"tiny": {}}, "data": data}
+    assert needed(validate(tree)) == {}
+    fetch(validate(tree))
+    guarded = {**data, "decontaminate": {"prompt_sets": ["humaneval", str(path)]}}
+    assert list(needed(validate({**tree, "data": guarded}))) == ["prompts humaneval"]  # to be kept out of the corpus
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         fetch(made_config(tmp_path))

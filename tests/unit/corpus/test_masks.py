@@ -150,6 +150,23 @@ def test_an_answer_that_max_length_cuts_away_is_counted(tmp_path: Path) -> None:
     assert len(partly.rows[0].ids) == 27
 
 
+@pytest.mark.case("DAT-10")
+def test_turns_far_behind_max_length_are_counted_without_being_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation of a thousand turns would else cost a thousand renders of all that came before."""
+    template = make(tmp_path)
+    renders: list[int] = []
+    render = template.render
+    monkeypatch.setattr(template, "render", lambda *a, **options: (renders.append(1), render(*a, **options))[1])
+    rendered = training_rows(template, row(*["Hi"] * 200), Tokens(max_length=128))
+    assert len(rendered.rows) + len(rendered.skipped) == 100
+    assert {reason for _, reason, _ in rendered.skipped} == {"truncated_no_answer"}
+    assert [made.turn for made in rendered.rows] == list(range(len(rendered.rows)))
+    assert len(renders) < 40
+    assert "an earlier turn's prompt has" in rendered.skipped[-1][2]
+
+
 @pytest.mark.case("DAT-05")
 def test_a_template_that_refuses_a_row_costs_that_row(tmp_path: Path) -> None:
     template = make(tmp_path, alternate=True)
