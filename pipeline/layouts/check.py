@@ -48,6 +48,7 @@ def self_check(folder: Path, drafter: Drafter, frozen: Any, expected: Expectatio
     entries = table(drafter.config, expected.layout)
     problems += list_problems(found, entries, dtype=expected.dtype)
     wanted = [name for name in ("embed_tokens.weight", "lm_head.weight") if expected.target_tensors and name in entries]
+    wanted += ["t2d"] if drafter.t2d is not None and entries["t2d"].optional else []
     problems += [f"missing {name}, which the export was to include" for name in wanted if name not in found]
     if not problems:
         problems += _target_problems(found, drafter, frozen, expected.dtype)

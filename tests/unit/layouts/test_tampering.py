@@ -22,6 +22,7 @@ from tests.unit.layouts.published import head, origin, places, published
 
 ROUTES = [
     ("reduced", "speculators"),
+    ("reduced", "deepspec"),
     ("dspark", "deepspec"),
     ("fill_in", "dflash"),
     ("eagle3", "eagle3"),
@@ -77,6 +78,8 @@ def test_any_changed_tensor_is_caught(
         assert any(files.WEIGHTS in problem for problem in files.hash_problems(tmp_path / "out")), tensor
         with pytest.raises(ArtifactError):
             load_published(tmp_path / "out")
+        if (change, tensor, layout) == (_remove, "t2d", "deepspec"):
+            continue  # may be absent there: rebuilt from d2t
         if change in (_remove, _rename, _truncate):
             with pytest.raises(ArtifactError) as caught:
                 load_published(tmp_path / "out", check=False)
