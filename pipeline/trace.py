@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifact import Artifact, read_json, write_json
-from pipeline.errors import ArtifactError, Stopped
+from pipeline.errors import ArtifactError, DsparkError, Stopped
 from pipeline.heartbeat import STALE_SECONDS, heartbeat, known_dead
 from pipeline.progress import current, rank, say
 
@@ -42,6 +42,33 @@ def traced(artifact: Artifact) -> Iterator[None]:
             with contextlib.suppress(Exception):  # the disk may be the reason
                 note_failure(artifact, error)
             raise
+
+
+@contextlib.contextmanager
+def shared(artifact: Artifact) -> Iterator[None]:
+    """Around what ranks do together, inside `traced` and before the group is left: whoever fails says why first.
+
+    Raises DsparkError with another rank's message and exit code where this one only lost it, in a collective.
+    """
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        failed = _failure(artifact)
+        if isinstance(error, RuntimeError) and failed.get("rank", rank()) != rank():
+            elsewhere = DsparkError(f"rank {failed['rank']}: {failed['error']}")
+            elsewhere.exit_code = failed["exit_code"]
+            raise elsewhere from error
+        with contextlib.suppress(Exception):  # the disk may be the reason
+            note_failure(artifact, error)
+        raise
+
+
+def _failure(artifact: Artifact) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ArtifactError):
+        return dict(read_json(artifact.path / FAILED))
+    return {}
 
 
 def note_failure(artifact: Artifact, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from pipeline.chain import StageContext
 from pipeline.distributed import started
 from pipeline.preflight import refuse_mask_token_in_corpus
 from pipeline.progress import progress, rank, say
+from pipeline.trace import shared
 from pipeline.training.adopt import adopt
 from pipeline.training.loop import train
 from pipeline.training.session import Session
@@ -38,7 +39,7 @@ def run(context: StageContext) -> None:
         return
     special_tokens = context.chain["tokens"].manifest().get("special_tokens", {}) if "tokens" in context.chain else {}
     refuse_mask_token_in_corpus(context.config, special_tokens)
-    with started(context.config.train) as ranks, open_source(context, ranks) as reader:
+    with started(context.config.train) as ranks, shared(context.artifact), open_source(context, ranks) as reader:
         _train(Session.open(context, ranks, reader))
 
 
