@@ -22,9 +22,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.artifact import atomic_path, read_json
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.rope import read_rope
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, DsparkError
 from pipeline.layouts import files
 
 PREFIX = "mtp."
@@ -133,30 +134,31 @@ def install(export: Path, target: Path, out: Path) -> None:
     """Make `out`: the target's checkpoint with the exported head in place of its own.
 
     Files that hold no `mtp.*` tensor are hard-linked where the file system allows it; the others are written without
-    them. `config.json` gets `mtp_num_hidden_layers: 1`.
+    them. `config.json` gets `mtp_num_hidden_layers: 1`. `out` appears when it is whole.
 
-    Raises ArtifactError when the export was changed, or `out` exists.
+    Raises ArtifactError when the export was changed, `target` is no checkpoint folder, or `out` exists.
     """
     files.check_hashes(export)
     if out.exists():
         raise ArtifactError(f"{out}: exists; name a new folder")
     head = files.read_tensors(export)
-    out.mkdir(parents=True)
     weights = files.weight_files(target)
-    places: dict[str, str] = {}
-    for path in target.iterdir():
-        if path.is_file() and path not in weights and path.name != files.INDEX:
-            shutil.copyfile(path, out / path.name)
-    for path in weights:
-        places |= dict.fromkeys(_without_head(path, out / path.name), path.name)
-    save_file(head, out / FILE, metadata={"format": "pt"})
-    places |= dict.fromkeys(head, FILE)
-    total = sum((out / name).stat().st_size for name in set(places.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (out / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = read_json(target / "config.json")
     config.get("text_config", config)["mtp_num_hidden_layers"] = 1
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with atomic_path(out) as made:
+        made.mkdir(parents=True)
+        places: dict[str, str] = {}
+        for path in target.iterdir():
+            if path.is_file() and path not in weights and path.name not in (files.INDEX, "config.json"):
+                shutil.copyfile(path, made / path.name)
+        for path in weights:
+            places |= dict.fromkeys(_without_head(path, made / path.name), path.name)
+        save_file(head, made / FILE, metadata={"format": "pt"})
+        places |= dict.fromkeys(head, FILE)
+        total = sum((made / name).stat().st_size for name in set(places.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (made / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _without_head(source: Path, out: Path) -> list[str]:
@@ -175,4 +177,9 @@ def _without_head(source: Path, out: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    install(*(Path(argument) for argument in sys.argv[1:4]))
+    if len(sys.argv) != 4:
+        sys.exit("usage: python -m pipeline.layouts.mtp EXPORT_FOLDER TARGET_FOLDER OUT_FOLDER")
+    try:
+        install(*(Path(argument) for argument in sys.argv[1:]))
+    except DsparkError as error:
+        sys.exit(f"error: {error}")

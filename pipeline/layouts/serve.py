@@ -61,6 +61,9 @@ def command(
 
 def _vllm(facts: Facts, target: str, folder: str, tokens: int, side_files: dict[str, str]) -> str:
     config = json.dumps(speculative_config(facts, folder=shlex.split(folder)[0], tokens=tokens))
+    if facts.family == "mtp":
+        merge = f"python -m pipeline.layouts.mtp {folder} {target} target-with-head\n"
+        return f"{merge}vllm serve target-with-head --speculative-config {shlex.quote(config)}"
     return f"vllm serve {target} --speculative-config {shlex.quote(config)}"
 
 

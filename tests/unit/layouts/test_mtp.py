@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.engines import Facts
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.layouts import files, mtp
+from pipeline.layouts.serve import command
 from tests.unit.layouts.published import TARGET, drafter, published
 
 
@@ -46,6 +48,30 @@ def test_head_takes_the_place_of_the_targets_own(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     with pytest.raises(ArtifactError, match="exists"):
         mtp.install(tmp_path / "export", target, tmp_path / "out")
+
+
+def test_a_target_half_written_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with half the target in it would load, or not, at some engine's leisure."""
+    target = _target(tmp_path / "target")
+    published(tmp_path / "export", "mtp", "mtp")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="broken"):
+        patched.setattr(mtp, "save_file", _breaks)
+        mtp.install(tmp_path / "export", target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    mtp.install(tmp_path / "export", target, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def _breaks(*arguments: object, **keywords: object) -> None:
+    raise OSError("broken")
+
+
+def test_command_serves_the_exported_head_and_not_the_targets_own() -> None:
+    facts = Facts("mtp", "next_token", "none", vocabulary=False, target_type="qwen3_5_text")
+    told = command("vllm", layout="mtp", facts=facts, target="owner/target", folder="DIR", tokens=1)
+    merge, serve = told.splitlines()
+    assert merge == "python -m pipeline.layouts.mtp DIR owner/target target-with-head"
+    assert serve.startswith("vllm serve target-with-head --speculative-config")
 
 
 def test_changed_export_is_not_installed(tmp_path: Path) -> None:
