@@ -40,6 +40,10 @@ def adopt(context: StageContext) -> None:
     template = ChatTemplate(str(context.target_path), config.template, **options)
     if "template" not in known:
         say(f"train: {source} does not name its chat mode; this run's is assumed", warning=True)
+    theirs, ours = known.get("target"), artifact.request.get("target")
+    if theirs is not None and theirs != ours:
+        told = f"was trained for a target known as {theirs}, this run's is {ours}; if they differ, it will draft worse"
+        say(f"train: {source} {told}", warning=True)
     meta = {"template": template.info(), "stop_ids": sorted(template.stop_ids), **known, "published": str(source)}
     publish(artifact.path / "draft", partial(save_drafter, drafter=drafter, meta=meta))
     say(f"train: {source} taken as it is ({drafter.config.kind}, {drafter.config.block_size} tokens per round)")

@@ -129,6 +129,20 @@ def test_checkpoint_of_another_target_is_refused(tmp_path: Path) -> None:
         context_of(_published(config, tmp_path / "nowhere"), "train")
 
 
+def test_checkpoint_of_a_target_of_the_same_shape_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in its sizes gives it away, and it would only draft worse."""
+    config = prepare(tmp_path / "work")
+    trained = context_of(config, "train")
+    drafter, meta = load_drafter(trained.artifact.path / "draft")
+    mine = trained.artifact.request["target"]
+    for name, target in (("mine", mine), ("other", {"sha256": "another"})):
+        (tmp_path / name).mkdir()
+        save_drafter(tmp_path / name, drafter, {**meta, "target": target})
+        train.run(context_of(_published(config, tmp_path / name), "train"))
+        told = capsys.readouterr()
+        assert ("was trained for a target known as" in told.out + told.err) == (name == "other")
+
+
 def test_another_checkpoint_under_the_same_path_is_another_artifact(tmp_path: Path) -> None:
     config = _published(prepare(tmp_path / "work"), tmp_path / "given")
     drafter, _ = load_drafter(context_of(prepare(tmp_path / "work"), "train").artifact.path / "draft")
