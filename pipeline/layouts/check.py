@@ -47,9 +47,10 @@ def self_check(folder: Path, drafter: Drafter, frozen: Any, expected: Expectatio
     found = files.read_tensors(folder)
     entries = table(drafter.config, expected.layout)
     problems += list_problems(found, entries, dtype=expected.dtype)
-    wanted = [name for name in ("embed_tokens.weight", "lm_head.weight") if expected.target_tensors and name in entries]
-    wanted += ["t2d"] if drafter.t2d is not None and entries["t2d"].optional else []
-    problems += [f"missing {name}, which the export was to include" for name in wanted if name not in found]
+    included = ["embed_tokens.weight", "lm_head.weight"] if expected.target_tensors else []
+    included += ["t2d"] if drafter.t2d is not None else []
+    missing = [name for name in included if name in entries and entries[name].optional and name not in found]
+    problems += [f"missing {name}, which the export was to include" for name in missing]
     if not problems:
         problems += _target_problems(found, drafter, frozen, expected.dtype)
     if problems:
