@@ -2,9 +2,11 @@
 
     {"rank": 0, "wall_seconds": 211.4, "cpu_seconds": 395.2, "peak_memory_bytes": 1187360768, "whole": true}
 
-CPU-seconds are user and system time of all threads, and of child processes that ended. The peak is of resident memory:
-Linux can forget the peaks of earlier stages, elsewhere it is the largest so far in this process (`peak_of`). On an
-accelerator its own peak stands beside it. `dspark plan --calibrate` is held against these lines.
+CPU-seconds are user and system time of all threads, and of child processes that ended. The peak is of anonymous memory,
+what no file stands behind: pages of mapped files (a training run's shards, weights that are used in their file's own
+dtype) are dropped when memory is short. Where the system does not tell them apart it is the largest resident memory of
+this process so far (`peak_of`). On an accelerator its own peak stands beside it. `dspark plan --calibrate` is held
+against these lines.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.heartbeat import heartbeat
 from pipeline.progress import rank
 
 FILE = "usage.jsonl"
+OWN = "stage, anonymous"  # a peak that says something about the stage
+_WHOLE = "process, resident"
+_SAMPLE_SECONDS = 0.05
 _RESET_PEAK = "5"  # what /proc/self/clear_refs wants to hear to start a new peak of resident memory
 
 
@@ -30,19 +37,20 @@ _RESET_PEAK = "5"  # what /proc/self/clear_refs wants to hear to start a new pea
 def recorded(folder: Path, tell: Callable[[dict[str, float]], None]) -> Iterator[None]:
     """Append this attempt's line to `folder/usage.jsonl`, however it ends; `tell` gets the numbers as well."""
     give_back_memory()
-    reset = reset_peak()
     cpu, wall, whole = cpu_seconds(), time.monotonic(), False
+    peak = Peak()
     try:
-        yield
+        with peak.watched():
+            yield
         whole = True
     finally:
         numbers = {
             "wall_seconds": round(time.monotonic() - wall, 2),
             "cpu_seconds": round(cpu_seconds() - cpu, 2),
-            "peak_memory_bytes": peak_bytes(),
+            "peak_memory_bytes": peak.bytes,
             **_accelerator(),
         }
-        line = {"rank": rank(), **numbers, "whole": whole, "peak_of": "stage" if reset else "process"}
+        line = {"rank": rank(), **numbers, "whole": whole, "peak_of": OWN if _memory() else _WHOLE}
         with contextlib.suppress(OSError), (folder / FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         tell({f"usage/{name}": value for name, value in numbers.items()})
@@ -64,36 +72,80 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in who)
 
 
-def reset_peak() -> bool:
+def cpu_of(work: Callable[[], Any], repeats: int = 1) -> float:
+    """CPU-seconds of one call, the mean of several; children do not count."""
+    started = time.process_time()
+    for _ in range(repeats):
+        work()
+    return (time.process_time() - started) / repeats
+
+
+@dataclass
+class Peak:
+    """The most anonymous memory of this process while it was watched.
+
+    It is sampled. What comes and goes between two samples still shows in the system's own peak of resident memory:
+    that, less the most that files were seen to take of it, is a lower bound as well.
+    """
+
+    sampled: int = 0
+    files: int = 0
+    resident: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return max(self.sampled, self.resident - self.files)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch during a with-block."""
+        exact = _reset_peak()
+        self._sample()
+        try:
+            with heartbeat(self._sample, seconds=_SAMPLE_SECONDS):
+                yield
+        finally:
+            self._sample()
+            self.resident = _memory().get("VmHWM", 0) if exact else 0
+
+    def _sample(self) -> None:
+        kinds = _memory()
+        self.sampled = max(self.sampled, _anonymous(kinds))
+        self.files = max(self.files, kinds.get("RssFile", 0))
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process now that no file stands behind."""
+    return _anonymous(_memory())
+
+
+def _anonymous(kinds: dict[str, int]) -> int:
+    if kinds:
+        return kinds["VmRSS"] - kinds["RssFile"]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of the kinds of memory Linux tells apart: VmRSS, RssFile, VmHWM and others; empty elsewhere."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    sizes = {name: int(words[0]) * 1024 for name, words in found.items() if words[1:] == ["kB"]}
+    return sizes if "RssFile" in sizes else {}
+
+
+def _reset_peak() -> bool:
     """Start a new peak of resident memory; False where the system offers no such thing."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     try:
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     except OSError:
         return False
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
     return True
-
-
-def peak_bytes() -> int:
-    """Largest resident memory of this process since `reset_peak`."""
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    return _status("VmRSS") or peak_bytes()
-
-
-def _status(name: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _accelerator() -> dict[str, float]:

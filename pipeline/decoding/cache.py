@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from pipeline.decoding.portions import GROWTH
 from pipeline.errors import ConfigError
 
-_GROWTH = 128
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 Mask = Tensor | dict[str, Tensor]
@@ -48,7 +48,7 @@ class RaggedCache(Cache):
         old_slots, old_length = self._capacity
         if slots <= old_slots and length <= old_length:
             return
-        rounded = -(-length // _GROWTH) * _GROWTH
+        rounded = -(-length // GROWTH) * GROWTH
         self._capacity = (max(slots, old_slots), max(rounded, old_length))
         for store in (self._keys, self._values):
             for layer, old in store.items():

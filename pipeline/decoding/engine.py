@@ -120,11 +120,8 @@ class _Batch:
         self.device = engine.target.frozen.head_VD.device
         self.queue = sorted(rows, key=lambda row: (len(row.prompt), -row.index))  # popped from the end: longest first
         self.active: list[_Row | None] = []
-        if engine.drafter is not None and rows:
-            longest = max(len(row.prompt) + row.limit for row in rows) + engine.block_size + 1
-            engine.state = engine.drafter.start(
-                slots, longest, device=self.device, dtype=engine.target.frozen.head_VD.dtype
-            )
+        if rows:
+            engine.start(slots, max(len(row.prompt) + row.limit for row in rows) + engine.block_size + 1)
 
     def run(self) -> None:
         """Decode until queue and slots are empty."""

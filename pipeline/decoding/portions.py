@@ -4,6 +4,7 @@ from __future__ import annotations
 
 CHUNK = 32  # prompts of a unit that ranks share and a killed run keeps
 PREFILL = 4096  # tokens of one prefill forward
+GROWTH = 128  # positions the key/value cache grows by
 ROW_TOKENS = 8  # tokens a row brings to a timed forward: an anchor and seven drafts
 WARM_UP = 2  # forwards of each size before its first timed one
 

@@ -109,6 +109,18 @@ class Engine:
         """K; 0 without a drafter."""
         return 0 if self.drafter is None else int(self.drafter.config.block_size)
 
+    def start(self, slots: int, longest: int) -> None:
+        """Before the first round: what the drafter keeps of `slots` rows of up to `longest` positions is allocated."""
+        if self.drafter is not None:
+            head_VD = self.target.frozen.head_VD
+            self.state = self.drafter.start(slots, longest, device=head_VD.device, dtype=head_VD.dtype)
+
+    def midway(self, anchors_B: Tensor, positions_B: Tensor) -> Rows:
+        """Rows in the middle of their answers with blanks before their anchors: what a round costs can be measured."""
+        if self.drafter is not None:
+            self.state.lengths_B[:] = positions_B
+        return Rows(anchors_B, positions_B, torch.arange(len(anchors_B), device=anchors_B.device))
+
     def play(self, rows: Rows) -> Outcome:
         """Draft, schedule, verify, correct (S20, S21), and show the drafter what was kept."""
         clock, block_size, device = self.clock, self.block_size, rows.anchors_B.device

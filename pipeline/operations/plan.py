@@ -252,7 +252,7 @@ def _calibrated(found: dict[str, Any]) -> Iterator[str]:
     rates = found["rates"]
     yield (
         f"this machine, measured in {rates['seconds']:.0f} s with {rates['threads']} thread(s): CPU-seconds of all "
-        "threads, resident memory of one process"
+        "threads, anonymous memory of one process (mapped files left out)"
     )
     yield f"  {'stage':10s} {'CPU-seconds':>11s} {'peak memory':>11s}"
     for row in found["stages"]:

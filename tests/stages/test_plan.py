@@ -17,6 +17,7 @@ from tests.stages import whole_chain
 
 SMOLLM2 = whole_chain.ROOT / "configs" / "smollm2.yaml"
 WORK = whole_chain.ROOT / "work"
+WITH_TARGET = {"answers", "targets", "train", "calibrate", "profile", "evaluate"}
 SECONDS = 10.0  # a stage of fewer CPU-seconds is mostly imports
 
 
@@ -58,7 +59,7 @@ def test_a_finished_debug_chain(finished: Path, proof: Proof) -> None:
     facts = plan(whole_chain.DEBUG, f"work_dir={finished}", *whole_chain.SMALLER, threads="1")
     assert abs(errors(facts, "bytes", proof)["targets"]) < 0.03
     peaks = errors(facts, "peak_memory_bytes", proof)
-    assert set(peaks) == {"answers", "targets", "train", "calibrate", "profile", "evaluate"}, "those with a target"
+    assert set(peaks) == WITH_TARGET
     # One process runs all stages: until training starts, parts of what the plan counts as imported are not yet.
     assert all(abs(peaks[stage]) < 0.5 for stage in ("train", "calibrate", "evaluate")), peaks
     errors(facts, "cpu_seconds", proof)
@@ -77,8 +78,9 @@ def test_a_finished_smollm2_run(proof: Proof) -> None:
     facts = plan(SMOLLM2)
     for stage, error in errors(facts, "bytes", proof).items():
         assert abs(error) < 0.03, stage
-    for stage, error in errors(facts, "peak_memory_bytes", proof).items():
-        assert abs(error) < 0.25, stage
+    peaks = errors(facts, "peak_memory_bytes", proof)
+    assert set(peaks) == WITH_TARGET
+    assert all(abs(error) < 0.25 for error in peaks.values()), peaks
     large = [row for row in facts["compared"] if row["what"] == "cpu_seconds" and row["actual"] > SECONDS]
     found = errors(facts, "cpu_seconds", proof)
     assert large

@@ -11,6 +11,7 @@
 Calibration replaces peak rates by measured ones:
 
     measure     half a minute of small real pieces on this machine
+    decoding    those of them that decode
     rates       what it found
     predict     CPU-seconds and peak memory of every stage from them
     compare     the same against what finished stages recorded

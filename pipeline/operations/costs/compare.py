@@ -48,7 +48,7 @@ def usage_of(predicted: Sequence[Predicted], chain: Mapping[str, Artifact]) -> l
             continue
         spent = sum(line["cpu_seconds"] for line in lines)
         found.append(Compared(one.stage, "cpu_seconds", one.cpu_seconds, spent))
-        peaks = [line["peak_memory_bytes"] for line in lines if line["peak_of"] == "stage"]
+        peaks = [line["peak_memory_bytes"] for line in lines if line["peak_of"] == usage.OWN]
         if peaks and one.peak_memory_bytes is not None:
             found.append(Compared(one.stage, "peak_memory_bytes", one.peak_memory_bytes, max(peaks)))
     return found

@@ -10,14 +10,13 @@ threads, as many as a stage would have here (OMP_NUM_THREADS): on a busy machine
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,24 +26,18 @@ from pipeline.artifact import Artifact
 from pipeline.config import Config
 from pipeline.corpus.template import ChatTemplate
 from pipeline.corpus.tokens import TokenRecord
-from pipeline.decoding.cache import RaggedCache
-from pipeline.decoding.engine import decode
-from pipeline.decoding.rounds import Engine, Rows
-from pipeline.decoding.teacher_forced import acceptance_sums
 from pipeline.distributed import started
 from pipeline.draft.build import build_drafter
-from pipeline.draft.interface import Drafter
 from pipeline.errors import ConfigError
 from pipeline.frozen import Frozen
 from pipeline.identity import target_folder
+from pipeline.operations.costs import decoding
 from pipeline.operations.costs.chain import Setting
-from pipeline.operations.costs.rates import Loading, Rates, Round, round_name
-from pipeline.operations.costs.work import Decoding
+from pipeline.operations.costs.rates import Loading, Rates
 from pipeline.progress import say
 from pipeline.shards.builder import Builder
 from pipeline.shards.layout import CONVENTION
 from pipeline.shards.reader import ShardReader
-from pipeline.speculative.verify import Law
 from pipeline.target import Target
 from pipeline.training import setup
 from pipeline.training.batches import Schedule
@@ -56,12 +49,10 @@ from pipeline.training.rows import CachedRows
 from pipeline.training.terms import Terms
 
 _FORWARD_TOKENS = 3072  # of the targets piece
-_PREFILL_TOKENS = 640  # of the prefill piece
-_ROUNDS = 3  # after one to warm up
 _STEPS, _WARM_STEPS = 96, 4  # steps of unlike sizes leave gaps in the heap: what it takes levels off at about a hundred
-_TRAIN_SECONDS = 20.0  # no more train steps after this long
+_LEAST_STEPS = 32  # however long they take
+_TRAIN_SECONDS = 20.0  # no more than these after this long
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "mlflow")  # what a run has loaded besides: part of every peak
-_FEWER = 4  # a second batch size: a quarter of the first
 
 
 def measure(setting: Setting) -> Rates:
@@ -69,13 +60,13 @@ def measure(setting: Setting) -> Rates:
     began, config = time.monotonic(), setting.config
     for library in LIBRARIES:
         importlib.import_module(library)
-    start_cpu, base = usage.cpu_seconds(), usage.resident_bytes()
+    start_cpu, base = usage.cpu_seconds(), usage.anonymous_bytes()
     if not any(Path(target_folder(config)).glob("*.safetensors")):
         raise ConfigError(f"plan --calibrate: {target_folder(config)} holds no weights here; fetch the target first")
     say("measuring this machine: target forwards, decoding rounds, train steps")
     rates = _measured(setting, Rates(torch.get_num_threads(), base_bytes=base, start_cpu_seconds=start_cpu))
     usage.give_back_memory()
-    kept = max(usage.resident_bytes(), base)  # what a process in the middle of the chain keeps
+    kept = max(usage.anonymous_bytes(), base)  # what a process in the middle of the chain keeps
     return replace(rates, base_bytes=kept, seconds=round(time.monotonic() - began, 1))
 
 
@@ -87,7 +78,7 @@ def _measured(setting: Setting, rates: Rates) -> Rates:
         rates.matmul[dtype] = _matmul(setting, dtype)
         target = _loaded(setting, dtype, rates)
         with _seeded():
-            _decoding_pieces(setting, dtype, target, drafter, rates)
+            decoding.measure(setting, dtype, target, drafter, rates)
         if dtype == config.targets.dtype:
             with tempfile.TemporaryDirectory() as folder, _seeded():
                 artifact, per_token = _targets_piece(setting, target, Path(folder))
@@ -97,20 +88,12 @@ def _measured(setting: Setting, rates: Rates) -> Rates:
     return rates
 
 
-@contextmanager
+@contextlib.contextmanager
 def _seeded() -> Iterator[None]:
     """Random ids and weights that are the same every time; the caller's generators stay as they were."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-def cpu_of(work: Callable[[], Any], repeats: int = 1) -> float:
-    """CPU-seconds of one call, the mean of several."""
-    started_at = time.process_time()
-    for _ in range(repeats):
-        work()
-    return (time.process_time() - started_at) / repeats
 
 
 def _dtypes(config: Config) -> set[str]:
@@ -131,7 +114,7 @@ def _render(setting: Setting) -> float:
         trust_remote_code=config.target.trust_remote_code,
     )  # fmt: skip
     words = "word " * round(setting.corpus.tokens / setting.corpus.rows)
-    return cpu_of(lambda: template.render_prompt([{"role": "user", "content": words}]), 20)
+    return usage.cpu_of(lambda: template.render_prompt([{"role": "user", "content": words}]), 20)
 
 
 def _matmul(setting: Setting, dtype: str) -> float:
@@ -142,77 +125,20 @@ def _matmul(setting: Setting, dtype: str) -> float:
         torch.randn(shape.hidden_size, shape.intermediate_size).to(kind),
     )
     torch.mm(a, b)
-    return 2.0 * rows * shape.hidden_size * shape.intermediate_size / cpu_of(lambda: torch.mm(a, b), 3)
+    return 2.0 * rows * shape.hidden_size * shape.intermediate_size / usage.cpu_of(lambda: torch.mm(a, b), 3)
 
 
 def _loaded(setting: Setting, dtype: str, rates: Rates) -> Target:
-    before = usage.resident_bytes()
-    usage.reset_peak()
-    cpu = time.process_time()
-    target = Target.of(
-        setting.config.target, target_folder(setting.config), layers=setting.draft.target_layer_ids, dtype=dtype,
-        device="cpu",
-    )  # fmt: skip
+    usage.give_back_memory()
+    before, cpu, peak = usage.anonymous_bytes(), time.process_time(), usage.Peak()
+    with peak.watched():
+        target = Target.of(
+            setting.config.target, target_folder(setting.config), layers=setting.draft.target_layer_ids, dtype=dtype,
+            device="cpu",
+        )  # fmt: skip
     cpu = time.process_time() - cpu
-    rates.loading[dtype] = Loading(cpu, usage.resident_bytes() - before, usage.peak_bytes() - before)
+    rates.loading[dtype] = Loading(cpu, usage.anonymous_bytes() - before, peak.bytes - before)
     return target
-
-
-# ------------------------------------------------------------------------------------------------ decoding
-
-
-def _decoding_pieces(setting: Setting, dtype: str, target: Target, drafter: Drafter, rates: Rates) -> None:
-    """Every kind of round this dtype decodes with, at the stage's batch and a quarter of it; a prefill; and an answer
-    read once more, as evaluate does.
-    """
-    drafter = drafter.to(getattr(torch, dtype)).eval()
-    for stage, runs in setting.decodings.items():
-        for run in {round_name(stage, run): run for run in runs if run.dtype == dtype}.values():
-            sizes = run.rows, max(1, run.rows // _FEWER)
-            full, fewer = (_round_cpu(setting, target, drafter if run.drafted else None, run, rows) for rows in sizes)
-            rates.rounds[round_name(stage, run)] = Round(sizes[0], full, sizes[1], fewer)
-    length = max(2, round(setting.corpus.prompt_tokens))
-    prompts = _ids(setting, max(1, _PREFILL_TOKENS // length), length).tolist()
-    options: dict[str, Any] = {"max_new_tokens": 1, "stop_ids": (), "batch_size": len(prompts)}
-    prefill = cpu_of(lambda: decode(target, prompts, seeds=range(len(prompts)), **options))
-    rates.prefill_per_token[dtype] = prefill / (len(prompts) * length)
-    evaluate = setting.config.evaluate
-    if dtype == evaluate.dtype:
-        answer = max(2, min(round(setting.corpus.answer_tokens), evaluate.max_new_tokens))
-        output, law = _ids(setting, 1, answer)[0].tolist(), Law(1.0, 1.0, 0)
-        rates.read_again[dtype] = cpu_of(lambda: acceptance_sums(target, drafter, prompts[0], output, law))
-
-
-@torch.inference_mode()
-def _round_cpu(setting: Setting, target: Target, drafter: Drafter | None, run: Decoding, rows: int) -> float:
-    """Rounds as `decode` plays them: draft, verify, accept, observe, for rows all over their prompts and answers."""
-    positions_B = _positions(setting, run, rows)
-    room = int(positions_B.max()) + run.step_tokens * (_ROUNDS + 2)
-    engine = Engine(target, RaggedCache(target.config), Law(run.temperature, 1.0, 0), drafter=drafter)
-    engine.cache.reserve(rows, room)
-    if drafter is not None:
-        engine.state = drafter.start(rows, room, device="cpu", dtype=target.frozen.head_VD.dtype)
-        engine.state.lengths_B[:] = positions_B
-    state = Rows(_ids(setting, 1, rows)[0], positions_B, torch.arange(rows))
-
-    def play() -> None:
-        outcome = engine.play(state)
-        state.anchors_B, state.positions_B = outcome.token_B, state.positions_B + outcome.accepted_B + 1
-
-    play()
-    return cpu_of(play, _ROUNDS)
-
-
-def _positions(setting: Setting, run: Decoding, rows: int) -> torch.Tensor:
-    """Where the rows of a running batch stand: after prompts of the corpus' lengths, in every part of an answer."""
-    lengths, answer = setting.corpus.prompt_lengths, 2 * (run.context - run.prompt_tokens)
-    prompts = [lengths[(2 * row + 1) * len(lengths) // (2 * rows)] for row in range(rows)]
-    parts = torch.linspace(0, 1, rows)[torch.randperm(rows)] if rows > 1 else torch.tensor([0.5])
-    return torch.tensor(prompts) + (parts * answer).long()
-
-
-def _ids(setting: Setting, rows: int, length: int) -> torch.Tensor:
-    return torch.randint(0, setting.shape.vocab_size, (rows, length))
 
 
 # ------------------------------------------------------------------------------------------------ targets and training
@@ -227,7 +153,7 @@ def _targets_piece(setting: Setting, target: Target, folder: Path) -> tuple[Arti
     artifact.create()
     plain = replace(spec, channel_rms=False)
     with Builder(target, plain, batch_tokens=min(config.targets.batch_tokens, _FORWARD_TOKENS)) as builder:
-        cpu = cpu_of(lambda: builder.build(artifact, "train-00000.tar", shard=0, rows=rows))
+        cpu = usage.cpu_of(lambda: builder.build(artifact, "train-00000.tar", shard=0, rows=rows))
     summary = {**plain.summary(), "layers": list(setting.draft.target_layer_ids), "layer_convention": CONVENTION}
     artifact.finish(["train-00000.tar"], targets={**summary, "post_norm": True})
     return artifact, cpu / sum(len(row.ids) for row in rows)
@@ -257,7 +183,7 @@ class _Watch:
 
     def stepped(self, done: int, numbers: dict[str, float], timing: dict[str, float]) -> None:
         self.at.append(time.process_time())
-        if time.monotonic() > self.until and len(self.at) >= 2:
+        if time.monotonic() > self.until and len(self.at) >= _LEAST_STEPS:
             raise _Enough
 
     def validated(self, done: int, numbers: dict[str, float]) -> None: ...
@@ -280,8 +206,7 @@ def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> tuple[
     beside the target's embedding: state, activations, and what the allocator keeps between steps of unlike sizes.
     """
     usage.give_back_memory()
-    before = usage.resident_bytes()
-    usage.reset_peak()
+    before, peak = usage.anonymous_bytes(), usage.Peak()
     config = setting.config
     settings = config.train.model_copy(update={"engine": "single"})
     dtype, token_ids = getattr(torch, settings.precision), _words(setting)
@@ -302,11 +227,11 @@ def _train_piece(setting: Setting, artifact: Artifact, frozen: Frozen) -> tuple[
             validation=[], terms=terms, rate=LearningRate.of(settings, _STEPS), events=watch, start=0, stop=_STEPS,
             dtype=dtype, budget=settings.micro_batch_tokens, workers=settings.workers,
         )  # fmt: skip
-        try:
+        with peak.watched(), contextlib.suppress(_Enough):
             train(run)
-        except _Enough:
-            say(f"a train step takes long here: measured {len(watch.at)}")
-    return watch.per_step(), usage.peak_bytes() - before
+    if len(watch.at) < _STEPS:
+        say(f"a train step takes long here: measured {len(watch.at)} of {_STEPS}", warning=True)
+    return watch.per_step(), peak.bytes - before
 
 
 def _drawn(count: int, batch: int) -> Sequence[int]:

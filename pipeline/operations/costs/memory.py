@@ -17,7 +17,7 @@ In bf16, autocast keeps a 2-byte copy of every matrix from forward to backward.
 from __future__ import annotations
 
 from pipeline.config import Config
-from pipeline.decoding.portions import PREFILL
+from pipeline.decoding.portions import GROWTH, PREFILL
 from pipeline.draft.config import DraftConfig
 from pipeline.operations.costs.sizes import DraftSize, cache_row_bytes, target_parameters
 from pipeline.operations.costs.work import WIDTH, Decoding, Training
@@ -28,7 +28,6 @@ from pipeline.speculative.losses import chunk_slots
 Parts = dict[str, float]  # what -> bytes
 _BUCKET = 4 * 5e8  # DeepSpeed's reduce_bucket_size, in fp32
 _LIVE = 1e9  # DeepSpeed's stage3_max_live_parameters
-_GROWTH = 128  # positions the key/value cache grows by
 
 
 def state_bytes(engine: str, size: DraftSize, layers: int, ranks: int) -> Parts:
@@ -161,16 +160,6 @@ def logit_rows(spec: Spec, *, on_cpu: bool) -> int:
     return max(1, (1 << 24 if on_cpu else 1 << 28) // spec.vocab_size)
 
 
-def host_generations(longest: int) -> float:
-    """How much of a host's memory the cache takes, over its own size.
-
-    It grows in steps, layer by layer, and glibc gives blocks below 32 MB back to nobody: when the last of n steps is
-    taken the blocks of the step before lie freed between the new ones, at most n - 1 parts of n.
-    """
-    steps = -(-longest // _GROWTH)
-    return (2 * steps - 1) / steps
-
-
 def decoding_memory(config: Config, shape: Shape, draft: DraftConfig, work: Decoding, *, ranks: int = 1) -> Parts:
     """A decoding stage: weights, the cache at its longest, one prefill or round, logits of every position of a round.
 
@@ -180,7 +169,7 @@ def decoding_memory(config: Config, shape: Shape, draft: DraftConfig, work: Deco
     """
     e = WIDTH[work.dtype]
     split = ranks if config.target.tensor_parallel else 1
-    room = -(-work.longest // _GROWTH) * _GROWTH
+    room = -(-work.longest // GROWTH) * GROWTH
     parts = {
         "target": e * target_parameters(shape) / split,
         "cache": work.rows * room * cache_row_bytes(shape, e) / split,

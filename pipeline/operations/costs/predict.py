@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.chain import active
-from pipeline.operations.costs import disk, memory, work
+from pipeline.operations.costs import memory, work
 from pipeline.operations.costs.chain import Setting
 from pipeline.operations.costs.rates import Rates, round_name
 from pipeline.operations.costs.sizes import DraftSize
@@ -18,7 +18,7 @@ _FOLLOWED = 1 / 3  # a forward's share of a training step
 
 @dataclass(frozen=True)
 class Predicted:
-    """`peak_memory_bytes` is resident memory, mapped files included; None where nothing measured bears on it."""
+    """`peak_memory_bytes` is anonymous memory, mapped files left out; None where nothing measured bears on it."""
 
     stage: str
     cpu_seconds: float
@@ -52,7 +52,7 @@ def _train(setting: Setting, rates: Rates, stage: str) -> Predicted:
     """Steps at the measured rate; validation is a forward of a step's rows.
 
     Memory: what the loop was seen to take (or, where that is less, what a single process must hold), the target's
-    embedding, the mapped cache once all of it was read, and checkpoints' copies of weights and moments.
+    embedding, and checkpoints' copies of weights and moments.
     """
     config, steps = setting.config, setting.training
     seconds = (rates.train_per_step or 0.0) * (steps.steps + steps.validated_rows / steps.rows * _FOLLOWED)
@@ -60,8 +60,6 @@ def _train(setting: Setting, rates: Rates, stage: str) -> Predicted:
     parts["read ahead"] = parts["micro-batches"] * config.train.workers
     embedding = parts.pop("frozen embedding and head")
     parts = {"loop": max(sum(parts.values()), rates.train_bytes), "frozen embedding and head": embedding}
-    if config.targets.mode == "cached":
-        parts["mapped cache"] = disk.cache_bytes(setting.spec, setting.corpus, config.data.shard_rows)
     snapshots = 2 if steps.steps > config.train.save_every else 1  # the last one is held while the next is taken
     parts["checkpoints"] = snapshots * 12.0 * DraftSize.of(setting.draft).total
     return Predicted(stage, seconds, rates.base_bytes + sum(parts.values()))
@@ -76,18 +74,13 @@ def _decoding(setting: Setting, rates: Rates, stage: str) -> Predicted:
     for run in runs:
         loading, prefill = rates.loading[run.dtype], rates.prefill_per_token[run.dtype]
         seconds += prefill * run.prefill_tokens
-        seconds += rates.rounds[round_name(stage, run)].seconds(run.rounds, run.row_rounds)
+        rounds = rates.rounds[round_name(stage, run)]
+        seconds += rounds.seconds(run.rounds, run.row_rounds)
         if stage == "evaluate" and run.drafted:
             seconds += rates.read_again[run.dtype] * min(_READ_AGAIN * run.units, run.prompts)
-        largest = max(largest, loading.peak_bytes, loading.kept_bytes + _working_bytes(setting, run))
+        drafter = memory.decoding_memory(setting.config, setting.shape, setting.draft, run).get("drafter", 0.0)
+        largest = max(largest, loading.peak_bytes, loading.kept_bytes + drafter + rounds.memory_bytes)
     return Predicted(stage, seconds, rates.base_bytes + largest)
-
-
-def _working_bytes(setting: Setting, run: work.Decoding) -> float:
-    """What a batch takes of a host's memory beside the target's weights."""
-    parts = memory.decoding_memory(setting.config, setting.shape, setting.draft, run)
-    parts["cache"] *= memory.host_generations(run.longest)
-    return sum(size for what, size in parts.items() if what != "target")
 
 
 def _profile(setting: Setting, rates: Rates, stage: str) -> Predicted:
@@ -99,7 +92,9 @@ def _profile(setting: Setting, rates: Rates, stage: str) -> Predicted:
         return Predicted(stage, 0.0, None)
     seconds = loading.cpu_seconds + amount.filled_tokens * rates.prefill_per_token[dtype]
     seconds += _plain_round(setting, rates, dtype)(amount.forwards, amount.tokens)
-    largest = max(loading.peak_bytes, loading.kept_bytes + _working_bytes(setting, work.profiled(config)))
+    parts = memory.decoding_memory(config, setting.shape, setting.draft, work.profiled(config))
+    working = sum(size for what, size in parts.items() if what != "target")
+    largest = max(loading.peak_bytes, loading.kept_bytes + working)
     return Predicted(stage, seconds, rates.base_bytes + largest)
 
 

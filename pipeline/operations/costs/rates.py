@@ -9,7 +9,7 @@ from pipeline.operations.costs.work import Decoding
 
 @dataclass(frozen=True)
 class Loading:
-    """Loading the target once: CPU-seconds, memory it keeps, and memory at its highest meanwhile."""
+    """Loading the target once: CPU-seconds, memory it keeps, and memory at its highest meanwhile (all anonymous)."""
 
     cpu_seconds: float
     kept_bytes: int
@@ -18,12 +18,15 @@ class Loading:
 
 @dataclass(frozen=True)
 class Round:
-    """CPU-seconds of a decoding round with all rows, and with a quarter of them."""
+    """CPU-seconds of a decoding round with all rows, and with a quarter of them. `memory_bytes` is what all rows take
+    beside the weights, their cache at its longest.
+    """
 
     rows: int
     cpu_seconds: float
     fewer_rows: int
     fewer_cpu_seconds: float
+    memory_bytes: int = 0
 
     def seconds(self, rounds: float, row_rounds: float) -> float:
         """A round costs something by itself and something per row: the line through both measured sizes."""

@@ -9,7 +9,9 @@ import torch
 
 from pipeline.decoding.cache import RaggedCache, attention_rule
 from pipeline.decoding.engine import decode
+from pipeline.decoding.rounds import Engine
 from pipeline.errors import ConfigError
+from pipeline.speculative.verify import Law
 from pipeline.target import Target
 from tests.unit.decoding.toys import TableDrafter, TableTarget, small_model
 
@@ -54,6 +56,18 @@ class Perturbed:
             wrong = position % (self.config.block_size + 1)
             rows.append([(token + 1) % 97 if slot == wrong else token for slot, token in enumerate(guess)])
         return Proposal(torch.tensor(rows), None, None)
+
+
+def test_a_batch_can_stand_midway_without_its_past():
+    model = small_model()
+    engine = Engine(Target(model), RaggedCache(model.config), Law(0.0, 1.0, 0), drafter=Perturbed({}, 3))
+    engine.start(2, 40)
+    engine.cache.reserve(2, 40)
+    rows = engine.midway(torch.tensor([7, 8]), torch.tensor([5, 20]))
+    assert engine.state.lengths_B.tolist() == [5, 20]
+    outcome = engine.play(rows)
+    assert engine.cache.get_seq_length() == 20 + 1 + 3  # the farther anchor and its drafts
+    assert outcome.lengths_B.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("sliding", [False, True])

@@ -13,7 +13,7 @@ from pipeline import usage
 from pipeline.artifact import Artifact
 from pipeline.config import load
 from pipeline.operations import plan
-from pipeline.operations.costs import compare
+from pipeline.operations.costs import compare, memory
 from pipeline.operations.costs.chain import Cost, Setting, price
 from pipeline.operations.costs.corpus import assumed
 from pipeline.operations.costs.hardware import Device
@@ -63,6 +63,19 @@ def test_every_stage_is_its_work_times_the_measured_rate() -> None:
     assert {found[stage].peak_memory_bytes for stage in ("answers", "targets", "evaluate")} == {400 + (1 << 40)}
 
 
+def test_a_decoding_stage_holds_what_its_largest_round_was_seen_to_take_beside_the_weights() -> None:
+    rounds = {
+        name: replace(one, memory_bytes=(2 if "plain" in name else 1) << 40) for name, one in RATES.rounds.items()
+    }
+    rates = replace(RATES, loading={"float32": Loading(3.0, kept_bytes=100, peak_bytes=200)}, rounds=rounds)
+    given = setting()
+    found = {one.stage: one.peak_memory_bytes for one in predict(given, rates)}
+    (drafted, *_) = given.decodings["calibrate"]
+    drafter = memory.decoding_memory(given.config, given.shape, given.draft, drafted)["drafter"]
+    assert found["answers"] == found["evaluate"] == 400 + 100 + (2 << 40)
+    assert found["calibrate"] == 400 + 100 + (1 << 40) + drafter
+
+
 def test_training_holds_what_its_loop_was_seen_to_take_but_no_less_than_it_must() -> None:
     seen = replace(RATES, train_bytes=1 << 40)
     peaks = [
@@ -88,9 +101,9 @@ def test_found_figures_come_from_all_attempts_and_the_highest_peak(tmp_path: Pat
     artifact.create()
     assert compare.disk([Cost("targets", 100.0, exact=True)], {"targets": artifact}) == []  # not finished
     lines = [
-        {"cpu_seconds": 10.0, "peak_memory_bytes": 500, "peak_of": "stage", "whole": False},
-        {"cpu_seconds": 30.0, "peak_memory_bytes": 900, "peak_of": "stage", "whole": True},
-        {"cpu_seconds": 0.0, "peak_memory_bytes": 9999, "peak_of": "process", "whole": True},
+        {"cpu_seconds": 10.0, "peak_memory_bytes": 500, "peak_of": usage.OWN, "whole": False},
+        {"cpu_seconds": 30.0, "peak_memory_bytes": 900, "peak_of": usage.OWN, "whole": True},
+        {"cpu_seconds": 0.0, "peak_memory_bytes": 9999, "peak_of": "process, resident", "whole": True},
     ]
     (artifact.path / usage.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (artifact.path / "shard").write_bytes(b"x" * 5000)
