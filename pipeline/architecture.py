@@ -27,6 +27,24 @@ def activation_of(target: Mapping[str, Any]) -> str | None:
     return None if found is None else _SAME.get(str(found), str(found))
 
 
+def has_attention_bias(target: Mapping[str, Any]) -> bool:
+    """Whether the target's q, k and v projections carry biases (Qwen2 always, others by their own flag)."""
+    if target.get("model_type") in ("qwen2", "qwen2_moe"):
+        return True
+    return bool(target.get("attention_bias", False))
+
+
+def scales(target: Mapping[str, Any]) -> tuple[float, float]:
+    """What the target multiplies its embeddings and its logits by, under the names transformers gives it; else 1.0."""
+
+    def factor(name: str) -> float:
+        return float(target.get(name) or 1.0)
+
+    gemma = str(target.get("model_type", "")).startswith("gemma")
+    embeddings = factor("hidden_size") ** 0.5 if gemma else factor("embedding_multiplier")
+    return embeddings, factor("logit_scale") * factor("lm_head_multiplier") / factor("logits_scaling")
+
+
 def rope_parameters(target: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary parameters in one form, from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
 

@@ -8,10 +8,12 @@ size. So the table stands here, with a reason for every refusal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline import config as run
+from pipeline.architecture import activation_of, has_attention_bias, scales
 from pipeline.errors import ConfigError
 
 LAYOUTS = ("deepspec", "speculators", "specforge", "dflash", "eagle3", "mtp")
@@ -26,7 +28,7 @@ class Facts:
 
     `markov` is none, vanilla, gated or rnn; `vocabulary` whether it has a draft vocabulary (S30); `scaled` whether the
     target scales embeddings or logits, which no engine repeats for a foreign drafter; `target_type` its model_type.
-    `activation` is the drafter's own.
+    `activation` is the drafter's own, and so are the biases that make it `biased`.
     """
 
     kind: str
@@ -46,20 +48,19 @@ class Facts:
         return "fill_in" if self.kind == "dflash" and self.layout == "fill_in" else self.kind
 
 
-def facts_of(
-    draft: run.Draft, *, target_type: str, activation: str = "silu", scaled: bool = False, tapped: int = 5
-) -> Facts:
-    """Facts of a configuration, before anything is trained; `activation` is the target's."""
+def facts_of(draft: run.Draft, target: Mapping[str, Any], *, tapped: int = 5) -> Facts:
+    """Facts of a configuration, before anything is trained, from the target's config.json (its text part)."""
     return Facts(
         kind=draft.kind,
         layout=draft.layout,
         markov=draft.markov,
         vocabulary=draft.vocabulary is not None,
         taps=draft.taps,
-        scaled=scaled,
-        activation=draft.activation or activation,
-        target_type=target_type,
+        scaled=scales(target) != (1.0, 1.0),
+        activation=draft.activation or activation_of(target) or "silu",
+        target_type=str(target.get("model_type", "qwen3")),
         tapped=tapped,
+        biased=draft.init == "target_layers" and has_attention_bias(target),
     )
 
 
@@ -170,11 +171,10 @@ def _joined(reason: str) -> str:
     return reason if reason.startswith(("holds", "has", "is ")) else f"is refused: {reason}"
 
 
-def early_refusals(config: run.Config, *, target_type: str, activation: str, scaled: bool = False) -> list[str]:
-    """`refusals` of a whole configuration, from the target's config.json: `model_type`, `hidden_act`."""
+def early_refusals(config: run.Config, target: Mapping[str, Any]) -> list[str]:
+    """`refusals` of a whole configuration, from the target's config.json (its text part)."""
     layers = config.targets.layers
-    tapped = {} if layers is None else {"tapped": len(layers)}
-    facts = facts_of(config.draft, target_type=target_type, activation=activation, scaled=scaled, **tapped)
+    facts = facts_of(config.draft, target, **({} if layers is None else {"tapped": len(layers)}))
     return refusals(config.export.layouts, config.export.engines, facts)
 
 

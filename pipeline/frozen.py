@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
+from pipeline.architecture import scales
 from pipeline.errors import ConfigError
 from pipeline.kernels.products import Workspace, wide_product
 
@@ -132,13 +133,9 @@ def load_frozen(
 
 
 def frozen_parts(embed_VD: Tensor, head_VD: Tensor, norm_D: Tensor, config: Any) -> Frozen:
-    """Scales by the names transformers gives them; `Target.check` proves them against the model itself."""
-    gemma = str(getattr(config, "model_type", "")).startswith("gemma")
-    embed_scale = config.hidden_size**0.5 if gemma else getattr(config, "embedding_multiplier", None)
-    embed_scale = float(torch.tensor(float(embed_scale or 1.0)).to(embed_VD.dtype))
-    logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
-    logit_scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
-    logit_scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    """Scales as config.json states them; `Target.check` proves them against the model itself."""
+    embed_scale, logit_scale = scales(config.to_dict())
+    embed_scale = float(torch.tensor(embed_scale).to(embed_VD.dtype))
     softcap = getattr(config, "final_logit_softcapping", None)
     return Frozen(embed_VD, head_VD, norm_D, config, embed_scale, logit_scale, softcap)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.architecture import ACTIVATIONS, activation_of, text_part
+from pipeline.architecture import ACTIVATIONS, activation_of, has_attention_bias, text_part
 from pipeline.draft.config import DraftConfig
 from pipeline.draft.rope import inverse_frequencies, read_rope
 from pipeline.errors import ConfigError
@@ -66,13 +66,6 @@ def derive_config(target: Mapping[str, Any], draft: Draft, *, target_layer_ids: 
         draft_vocab_size=draft.vocabulary,
         mask_token_id=draft.mask_token_id,
     )
-
-
-def has_attention_bias(target: Mapping[str, Any]) -> bool:
-    """Whether the target's q, k and v projections carry biases (Qwen2 always, others by their own flag)."""
-    if target.get("model_type") in ("qwen2", "qwen2_moe"):
-        return True
-    return bool(target.get("attention_bias", False))
 
 
 def _missing(target: Mapping[str, Any]) -> list[str]:

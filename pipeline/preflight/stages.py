@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline import engines
-from pipeline.architecture import activation_of, text_part
 from pipeline.artifact import read_json
 from pipeline.benchmarks import HELDOUT
 from pipeline.chain import STAGES
@@ -43,7 +42,7 @@ def problems(config: Config, stages: Sequence[str], facts: TargetFacts, *, begun
     if "evaluate" in stages:
         yield from _evaluation(config)
     if "export" in stages:
-        yield from _export(config)
+        yield from _export(config, facts)
 
 
 def _template(config: Config, stages: Sequence[str]) -> Iterator[str]:
@@ -151,14 +150,11 @@ def _evaluation(config: Config) -> Iterator[str]:
         yield f"data.evaluation_fraction: 0 leaves prompt set {HELDOUT} empty; raise it, or name other prompt_sets"
 
 
-def _export(config: Config) -> Iterator[str]:
+def _export(config: Config, facts: TargetFacts) -> Iterator[str]:
     """A layout that cannot carry the drafter, an engine that could not serve it, a temperature nobody fitted."""
     if config.train.published is not None:
         return  # the checkpoint says what the drafter is
-    text = text_part({} if config.target.tiny is not None else target_json(config, "config.json"))
-    refused = engines.early_refusals(
-        config, target_type=str(text.get("model_type", "qwen3")), activation=activation_of(text) or "silu"
-    )
+    refused = engines.early_refusals(config, facts.text)
     yield from (f"{problem} (export.layouts: [] exports nothing)" for problem in refused)
     wanted, fitted = config.export.temperature, config.calibrate.temperatures
     if config.export.layouts and config.draft.confidence and wanted not in fitted:

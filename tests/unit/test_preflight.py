@@ -257,6 +257,30 @@ def test_a_prompt_file_without_prompts_is_refused_before_its_stage(
     assert told(folder, [stage], **sections) == ""
 
 
+@pytest.mark.parametrize(
+    ("model", "engine", "why"),
+    [
+        ({"model_type": "cohere", "logit_scale": 0.0625}, "sglang", "the scaling this target applies"),
+        ({"model_type": "granite", "embedding_multiplier": 12.0}, "llama.cpp", "the scaling this target applies"),
+        ({"model_type": "gemma2", "hidden_size": 64}, "sglang", "the scaling this target applies"),
+        ({"model_type": "qwen2"}, "llama.cpp", "the biases this drafter's attention took"),
+        ({"model_type": "llama", "attention_bias": True}, "llama.cpp", "the biases this drafter's attention took"),
+    ],
+)
+def test_an_engine_that_cannot_serve_a_drafter_of_this_target_is_refused(
+    tmp_path: Path, model: dict[str, Any], engine: str, why: str
+) -> None:
+    """Its scales and biases stand in config.json: nobody must train to learn that the export is refused."""
+    sections: dict[str, Any] = {"export": {"layouts": ["deepspec"], "engines": [engine]}}
+    sections["draft"] = {"init": "target_layers"}
+    described = {"hidden_act": "silu", "logits_scaling": 1.0, "attention_bias": False}
+    assert why in told(target(tmp_path / "t", **{**described, **model}), ["export"], **sections)
+    assert told(target(tmp_path / "t", **described), ["export"], **sections) == ""
+    if "biases" in why:
+        sections["draft"] = {"init": "random"}
+        assert told(target(tmp_path / "t", **{**described, **model}), ["export"], **sections) == ""
+
+
 def test_one_prompt_cannot_be_calibrated_on(tmp_path: Path) -> None:
     (tmp_path / "served.jsonl").write_text('{"turns": ["one"]}\n' * 3)
     named = {"prompt_sets": [str(tmp_path / "served.jsonl")]}
