@@ -139,12 +139,13 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, ours: bool = True) -> Any:
+    """Contents of a JSON file. Raises ArtifactError; what is not `ours` (a checkpoint named in the configuration, the
+    target) can be made again by whoever made it, not by us."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ArtifactError(
-            f"{path}: not valid JSON ({error}); the file was cut or edited. `dspark repair` makes it again"
-        ) from error
+        mend = "`dspark repair` makes it again" if ours else "take it anew from where it came from"
+        raise ArtifactError(f"{path}: not valid JSON ({error}); the file was cut or edited. {mend}") from error

@@ -86,7 +86,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index. Raises ArtifactError when it says neither."""
-    index = read_json(folder / INDEX)
+    index = read_json(folder / INDEX, ours=False)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ArtifactError(f"{folder / INDEX}: has no weight_map of tensor names to file names")
@@ -174,7 +174,7 @@ def hash_problems(folder: Path, *, everything: bool = False) -> list[str]:
     """
     if not (folder / HASHES).exists():
         return []
-    manifest = read_json(folder / HASHES)
+    manifest = read_json(folder / HASHES, ours=False)
     problems = []
     for name, fact in manifest["files"].items():
         path = folder / name

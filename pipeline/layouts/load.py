@@ -47,7 +47,7 @@ def load_published(
     if check:
         files.check_hashes(folder)
     path = folder / "config.json"
-    data = read_json(path)
+    data = read_json(path, ours=False)
     reading = read_config(data, where=str(path), target=target)
     problems = [f"{path}: {item}" for item in rope_problems(reading.config.rope, target)] if target else []
     found = files.read_tensors(folder)

@@ -170,6 +170,16 @@ def test_a_malformed_config_is_an_error_that_names_the_file(name: str, layout: s
         read_config([whole], where="folder/config.json")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["config.json", files.INDEX, files.HASHES])
+def test_a_foreign_file_that_is_no_json_is_nothing_we_could_repair(tmp_path: Path, name: str) -> None:
+    published(tmp_path / "out", "dspark", "deepspec")
+    (tmp_path / "out" / files.HASHES).unlink()
+    (tmp_path / "out" / name).write_text("<html>not found</html>")
+    with pytest.raises(ArtifactError, match=f"{name}: not valid JSON.*where it came from") as caught:
+        load_published(tmp_path / "out")
+    assert "repair" not in str(caught.value)
+
+
 def test_number_of_target_layers_may_come_from_the_target(tmp_path: Path) -> None:
     published(tmp_path / "out", "fill_in", "dflash")
     _edited(tmp_path / "out", lambda config: config.pop("num_target_layers"))
