@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.errors import ConfigError
+
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SAME = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
@@ -60,3 +62,16 @@ def rope_parameters(target: Mapping[str, Any]) -> dict[str, Any]:
         if merged.get(key) is None and target.get(key) is not None:
             merged[key] = target[key]
     return merged
+
+
+def read_rope(target: Mapping[str, Any]) -> dict[str, Any]:
+    """A target config's rotary parameters, complete.
+
+    Raises ConfigError when no base is given: a guessed base costs acceptance and nothing else, so nobody would notice.
+    """
+    found = rope_parameters(target)
+    if found.get("rope_theta") is None:
+        raise ConfigError("target: its config gives no rope_theta, neither at the top nor in rope_parameters")
+    if found["rope_type"] in ("yarn", "llama3"):
+        found.setdefault("original_max_position_embeddings", target.get("max_position_embeddings"))
+    return {key: value for key, value in sorted(found.items()) if value is not None}

@@ -8,6 +8,7 @@
     state.py          ragged memory while decoding
     build.py          from a seed                  from_target.py  from the target's own layers
     vocabulary.py     the tokens it may propose    io.py           our checkpoint, strict
+    description.py    what a checkpoint says of itself, and whether it fits a target
 
 Imports torch only, and of the pipeline nothing but its errors and `architecture`.
 """

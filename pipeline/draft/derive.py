@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipeline.architecture import ACTIVATIONS, activation_of, has_attention_bias, text_part
+from pipeline.architecture import ACTIVATIONS, activation_of, has_attention_bias, read_rope, text_part
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.rope import inverse_frequencies, read_rope
+from pipeline.draft.rope import inverse_frequencies
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -21,12 +21,21 @@ from torch import Tensor
 
 from pipeline.draft.build import empty_drafter
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.description import DESCRIPTION, FORMAT, LAYER_CONVENTION, read_description
 from pipeline.draft.interface import Drafter
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.errors import ArtifactError
 
-TENSORS, DESCRIPTION = "draft.safetensors", "draft.json"
-FORMAT = 1
-LAYER_CONVENTION = "id l is the raw output of decoder layer l (hidden_states[l + 1])"
+__all__ = [
+    "DESCRIPTION",
+    "TENSORS",
+    "check_tensors",
+    "drafter_from_tensors",
+    "load_drafter",
+    "read_description",
+    "save_drafter",
+]
+
+TENSORS = "draft.safetensors"
 
 
 def save_drafter(
@@ -70,24 +79,6 @@ def load_drafter(folder: str | Path) -> tuple[Drafter, dict[str, Any]]:
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{folder / TENSORS}: cannot be read ({error})") from error
     return drafter_from_tensors(config, tensors, where=str(folder / TENSORS)), meta
-
-
-def read_description(folder: str | Path) -> tuple[DraftConfig, dict[str, Any]]:
-    """(config, meta) of a checkpoint, without its tensors. Raises ArtifactError."""
-    path = Path(folder) / DESCRIPTION
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: cannot be read ({error})") from error
-    if description.get("format") != FORMAT:
-        raise ArtifactError(f"{path}: format {description.get('format')!r}; this version reads {FORMAT}")
-    if description.get("layer_convention") != LAYER_CONVENTION:
-        found = description.get("layer_convention")
-        raise ArtifactError(f"{path}: layer_convention {found!r} is not {LAYER_CONVENTION!r} (S4)")
-    try:
-        return DraftConfig.from_dict(description["config"]), dict(description["meta"])
-    except (ConfigError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path}: {error}") from error
 
 
 def drafter_from_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], *, where: str) -> Drafter:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture import ROPE_TYPES, rope_parameters
+from pipeline.architecture import ROPE_TYPES
 from pipeline.errors import ConfigError
 
 
@@ -110,16 +110,3 @@ def _number(rope: Mapping[str, Any], key: str, default: float | None = None) -> 
         kind = rope.get("rope_type", "default")
         raise ConfigError(f"drafter: rope parameter {key} is missing for rope_type {kind!r}")
     return float(value)
-
-
-def read_rope(target: Mapping[str, Any]) -> dict[str, Any]:
-    """A target config's rotary parameters, complete.
-
-    Raises ConfigError when no base is given: a guessed base costs acceptance and nothing else, so nobody would notice.
-    """
-    found = rope_parameters(target)
-    if found.get("rope_theta") is None:
-        raise ConfigError("target: its config gives no rope_theta, neither at the top nor in rope_parameters")
-    if found["rope_type"] in ("yarn", "llama3"):
-        found.setdefault("original_max_position_embeddings", target.get("max_position_embeddings"))
-    return {key: value for key, value in sorted(found.items()) if value is not None}

@@ -22,9 +22,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.architecture import read_rope
 from pipeline.artifact import atomic_path, read_json
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.rope import read_rope
 from pipeline.errors import ArtifactError, DsparkError
 from pipeline.layouts import files
 
@@ -143,7 +143,7 @@ def install(export: Path, target: Path, out: Path) -> None:
         raise ArtifactError(f"{out}: exists; name a new folder")
     head = files.read_tensors(export)
     weights = files.weight_files(target)
-    config = read_json(target / "config.json")
+    config = read_json(target / "config.json", ours=False)
     config.get("text_config", config)["mtp_num_hidden_layers"] = 1
     with atomic_path(out) as made:
         made.mkdir(parents=True)

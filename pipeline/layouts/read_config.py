@@ -3,7 +3,7 @@
     reading = read_config(json.loads(text), where="folder/config.json")
 
 Foreign checkpoints leave out what their own program defaults to; a default is only assumed where the layout fixes it
-(serving notes: DeepSpec drafts from the anchor, speculators and DFlash do not unless they say so).
+(serving notes: DeepSpec drafts from the anchor, speculators and DFlash do not unless they say so). Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.architecture import read_rope
 from pipeline.draft.config import DraftConfig
-from pipeline.draft.rope import read_rope
 from pipeline.errors import ArtifactError, ConfigError
 
 Data = Mapping[str, Any]

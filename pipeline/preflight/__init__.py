@@ -6,6 +6,7 @@ Reads the target's description, not its weights:
 
     facts.py     what config.json and the tokenizer files say     drafter.py   what the target allows the drafter to be
     stages.py    what a stage would refuse after hours            machine.py   what this machine cannot serve
+    checkpoint.py  a drafter to start from, or to take as it is
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pipeline.config import Config
 from pipeline.corpus.prompts import Prompt, distinct, first_prompts
 from pipeline.errors import DataError
 from pipeline.identity import recorded_files, target_file, target_json
+from pipeline.preflight import checkpoint
 from pipeline.preflight.facts import TargetFacts
 
 # Layers whose state can be cut back after a rejected draft; the engine's cache holds no others.
@@ -36,6 +37,7 @@ def problems(config: Config, stages: Sequence[str], facts: TargetFacts, *, begun
         yield from _half_precision(config)
     if "train" in stages and "train" not in begun:
         yield from _continuation(config)
+        yield from checkpoint.problems(config, facts)
     yield from _prompt_files(config, stages)
     if "calibrate" in stages:
         yield from _calibration(config)

@@ -7,14 +7,13 @@ Any layout, or an own checkpoint folder. The drafter must fit the target: vocabu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.chain import StageContext
 from pipeline.corpus.template import ChatTemplate
-from pipeline.draft.config import DraftConfig
+from pipeline.draft.description import unfit
 from pipeline.draft.io import DESCRIPTION, TENSORS, save_drafter
 from pipeline.errors import ConfigError
 from pipeline.frozen import text_config
@@ -51,17 +50,3 @@ def adopt(context: StageContext) -> None:
         files=[f"draft/{TENSORS}", f"draft/{DESCRIPTION}"], draft=drafter.config.to_dict(), steps=0, rows=0,
         template=meta["template"], coverage=None, published=str(source),
     )  # fmt: skip
-
-
-def unfit(draft: DraftConfig, target: Mapping[str, Any]) -> list[str]:
-    """What keeps a drafter from running on a target."""
-    wanted = {
-        "target_vocab_size": target.get("vocab_size"),
-        "hidden_size": target.get("hidden_size"),
-        "target_num_layers": target.get("num_hidden_layers"),
-    }
-    return [
-        f"{name} is {getattr(draft, name)}, the target has {value}"
-        for name, value in wanted.items()
-        if value is not None and getattr(draft, name) != value
-    ]

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "target": {"frozen", "kernels", "preflight"},
     "tiny": {"preflight"},
     "corpus": set(),
-    "preflight": {"corpus"},
+    "preflight": {"corpus", "draft", "layouts"},  # of the last two what a checkpoint says of itself: no torch
     "shards": {"preflight"},
     "layouts": {"draft", "frozen"},
     "kernels": set(),

@@ -11,9 +11,14 @@ import pytest
 from pipeline import preflight
 from pipeline.config import Config, load, validate
 from pipeline.decoding import cache
+from pipeline.draft.config import DraftConfig
+from pipeline.draft.description import FORMAT, LAYER_CONVENTION
 from pipeline.errors import ConfigError
-from pipeline.preflight import machine
+from pipeline.layouts.config_json import write_config
+from pipeline.preflight import machine, stages
+from pipeline.preflight.facts import TargetFacts
 from pipeline.preflight.stages import ATTENTION_KINDS
+from tests.unit.layouts.published import PLAIN, TARGET, origin
 
 
 def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30, **model: Any) -> Path:
@@ -311,6 +316,91 @@ def test_a_run_is_extended_only_beyond_its_end(tmp_path: Path) -> None:
     folder, longer = target(tmp_path / "t"), {"continue_from": str(tmp_path / "run")}
     assert "the run already ended at step 40" in told(folder, ["train"], train={**longer, "steps": 40})
     assert told(folder, ["train"], train={**longer, "steps": 41}) == told(folder, ["train"], train=longer) == ""
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+OF_PLAIN = {key: value for key, value in TARGET.items() if key not in ("num_hidden_layers", "vocab_size")}
+
+
+def checkpoint(folder: Path, form: str, **changes: Any) -> str:
+    """A checkpoint's description without its tensors: our own, or of a published layout."""
+    described = DraftConfig(**{**PLAIN, "mask_token_id": 30, **changes})
+    whole = {"format": FORMAT, "layer_convention": LAYER_CONVENTION, "config": described.to_dict(), "meta": {}}
+    name = "draft.json" if form == "own" else "config.json"
+    whole = whole if form == "own" else write_config(described, form, origin())
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(whole))
+    return str(folder)
+
+
+def named(tmp_path: Path, setting: str, path: str, **model: Any) -> str:
+    folder = target(tmp_path / "t", layers=6, rows=48, **{**OF_PLAIN, **model})
+    draft = {"layers": 2, "mask_token_id": 30}
+    train, targets = {setting: path}, {"layers": [0, 2, 3], "topk": 16}
+    assert told(folder, ["data", "tokens", "targets"], train=train, draft=draft, targets=targets) == ""
+    return told(folder, ["train"], train=train, draft=draft, targets=targets)
+
+
+@pytest.mark.parametrize("form", ["own", "deepspec", "speculators"])
+@pytest.mark.parametrize("setting", ["init_from", "published"])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"target_vocab_size": 64}, "target_vocab_size is 64, the target has 48"),
+        ({"hidden_size": 64}, "hidden_size is 64, the target has 32"),
+        ({"target_num_layers": 9}, "is 9, the target has 6"),
+        ({"rope": {"rope_theta": 1e6, "rope_type": "default"}}, "rope_theta is 1000000.0, the target has 5000.0"),
+    ],
+)
+def test_a_checkpoint_of_another_target_is_refused_before_the_targets_are_built(
+    tmp_path: Path, form: str, setting: str, changes: dict[str, Any], why: str
+) -> None:
+    assert named(tmp_path, setting, checkpoint(tmp_path / "good", form)) == ""
+    message = named(tmp_path, setting, checkpoint(tmp_path / "bad", form, **changes))
+    assert f"train.{setting}: {tmp_path}/bad" in message and why in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layers": 1}, "layers: 1 in the checkpoint, 2 here"),
+        ({"target_layer_ids": (1, 2, 3)}, "target_layer_ids: (1, 2, 3) in the checkpoint, (0, 2, 3) here"),
+        ({"intermediate_size": 56}, "intermediate_size: 56 in the checkpoint, 40 here"),
+        ({"heads": 2, "kv_heads": 1}, "kv_heads: 1 in the checkpoint, 2 here"),
+        ({"activation": "gelu"}, "activation: 'gelu' in the checkpoint, 'silu' here"),
+        (
+            {"kind": "dflash", "layout": "fill_in", "markov": "none", "markov_rank": 0},
+            "layout: 'fill_in' in the checkpoint, 'next_token' here",
+        ),
+    ],
+)
+def test_a_start_whose_weights_would_mean_something_else_is_refused_before_the_targets_are_built(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    """Of a checkpoint taken as it is, its own description says all this."""
+    path = checkpoint(tmp_path / "other", "own", **changes)
+    assert why in named(tmp_path, "init_from", path)
+    assert named(tmp_path, "published", path) == ""
+
+
+@pytest.mark.parametrize("name", ["draft.json", "config.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_checkpoint_that_does_not_describe_itself_is_refused(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / name).write_text(content)
+    message = named(tmp_path, "init_from", str(tmp_path / "odd"))
+    assert f"{tmp_path}/odd/{name}" in message and "dspark repair" not in message
+
+
+def test_what_a_begun_training_started_from_is_not_looked_at_again(tmp_path: Path) -> None:
+    folder = target(tmp_path / "t", layers=6, rows=48, **OF_PLAIN)
+    path = checkpoint(tmp_path / "bad", "own", target_vocab_size=64)
+    made = config(folder, targets={"layers": [0, 2, 3]})
+    made = made.model_copy(update={"train": made.train.model_copy(update={"init_from": path})})
+    facts = TargetFacts.of(made)
+    assert any("target_vocab_size" in problem for problem in stages.problems(made, ["train"], facts))
+    assert list(stages.problems(made, ["train"], facts, begun=["train"])) == []
 
 
 @pytest.mark.parametrize(

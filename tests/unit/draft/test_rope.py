@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipeline.draft.rope import Rope, inverse_frequencies, read_rope, rotate
+from pipeline.architecture import read_rope
+from pipeline.draft.rope import Rope, inverse_frequencies, rotate
 from pipeline.errors import ConfigError
 from tests.unit.draft.drafts import anchors_at, frozen, member, packed
 
