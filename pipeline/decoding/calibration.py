@@ -17,7 +17,7 @@ import torch
 from pipeline.artifact import atomic_path, read_json
 from pipeline.decoding.playing import Played
 from pipeline.errors import ArtifactError, DataError
-from pipeline.speculative.sts import Fitted, Records, fit, judge
+from pipeline.speculative.sts import Fitted, Records, ece_change, fit, judge
 
 HEADER = {"threshold": 0.0, "policy": "full", "calibrated": False}
 
@@ -99,7 +99,10 @@ def halves(domains: Sequence[str]) -> tuple[list[int], list[int]]:
 
 
 def calibrate(path: Path, *, bins: int) -> dict[str, Any]:
-    """The calibration file of a records file: fitted on half the prompts, reported on the other half."""
+    """The calibration file of a records file: fitted on half the prompts, reported on the other half.
+
+    `ece_change_interval` is the 95 % interval of the change of mean ECE over the report prompts (see `ece_change`).
+    """
     records, prompt, header = read_records(path)
     refuse_unfit(header, str(path))
     domains = [domain for _, domain, _ in header["prompts"]]
@@ -107,12 +110,15 @@ def calibrate(path: Path, *, bins: int) -> dict[str, Any]:
     if not bool(fit_side.any()) or not bool(report_side.any()):
         raise DataError(f"{path}: {len(records)} rounds from {len(domains)} prompts are too few to fit and to report")
     fitted = fit(records.take(fit_side), bins=bins)
-    report = {"all": judge(records.take(report_side), fitted, bins=bins)}
+    reported = records.take(report_side)
+    report = {"all": judge(reported, fitted, bins=bins)}
+    change = ece_change(reported, torch.from_numpy(prompt)[report_side], fitted, bins=bins)
     for domain in sorted(set(domains)):
         inside = torch.from_numpy(np.isin(prompt, [i for i, name in enumerate(domains) if name == domain]))
         if bool((inside & report_side).any()):
             report[domain] = judge(records.take(inside & report_side), fitted, bins=bins)
-    return _file(fitted, report, header, bins=bins, fitted_on=int(fit_side.sum()))
+    found = _file(fitted, report, header, bins=bins, fitted_on=int(fit_side.sum()))
+    return {**found, "ece_change_interval": change, "report_prompts": len(np.unique(prompt[report_side]))}
 
 
 def _file(

@@ -68,7 +68,9 @@ def _facts(config: Config, artifacts: dict[str, Artifact]) -> Iterator[str]:
     if "calibrate" in artifacts:
         for name, ece in (artifacts["calibrate"].manifest().get("ece") or {}).items():
             before, after = _number(ece["before"], 4), _number(ece["after"], 4)
-            yield f"mean ECE of survival at {name}, report prompts: {before} before calibration, {after} after"
+            interval = ece["change_interval"]
+            change = "" if interval is None else f" (95 % of the change {interval[0]:+.4f} ... {interval[1]:+.4f})"
+            yield f"mean ECE of survival at {name}, report prompts: {before} before calibration, {after} after{change}"
     if "targets" in artifacts:
         facts = artifacts["targets"].manifest()["targets"]
         per_token = facts["bytes"] / max(facts["tokens"], 1)

@@ -104,6 +104,7 @@ class Train(Section):
     ce_label: Literal["data", "argmax"] = result("data", "data token or the target's argmax")
     position_decay: Positive | Literal["block_size"] | None = result(4.0, "w_k = exp(-(k-1)/decay); null is uniform")
     detach_confidence: bool = result(False, "keep the confidence loss out of backbone and Markov head")
+    recentre_confidence: bool = result(True, "fit the confidence head's bias on the held-out rows after the last step")
     precision: Dtype = result("float32", "compute dtype; weights and moments stay float32")
     validation_fraction: BelowOne = result(0.02, "share of training rows held out for the training curves")
     init_from: str | None = result(None, "weights of a published or own checkpoint to start from")

@@ -190,3 +190,40 @@ def judge(records: Records, fitted: Fitted, *, bins: int) -> dict[str, list[Any]
             ):
                 out.setdefault(f"{name}_{when}", []).append(figure)
     return out
+
+
+def ece_change(
+    records: Records, prompt_N: Tensor, fitted: Fitted, *, bins: int, resamples: int = 1000, seed: int = 0
+) -> tuple[float, float] | None:
+    """95 % interval of how calibration changes mean ECE, when prompts are drawn with replacement; None without data.
+
+    prompt_N: the prompt of each record. The temperatures stay as fitted. An interval that holds 0 is a change that this
+    number of prompts cannot tell from none.
+    """
+    if len(records) == 0:
+        return None
+    prompts, place_N = prompt_N.unique(return_inverse=True)
+    generator = torch.Generator().manual_seed(seed)
+    drawn_BP = torch.randint(len(prompts), (resamples, len(prompts)), generator=generator)
+    times_BP = torch.zeros(resamples, len(prompts), dtype=torch.float64)
+    times_BP.scatter_add_(1, drawn_BP, torch.ones_like(drawn_BP, dtype=torch.float64))
+    values = survival(records, form=fitted.form), survival(records, torch.tensor(fitted.temperatures), fitted.form)
+    changes = []
+    for slot in range(1, records.block_size + 1):
+        keep = records.counts(slot)
+        outcome, place = (records.accepted_N[keep] >= slot).float(), place_N[keep]
+        n_B = times_BP @ torch.bincount(place, minlength=len(prompts)).double()
+        before_B, after_B = (
+            (times_BP @ _gaps(value_NK[keep, slot - 1], outcome, place, len(prompts), bins)).abs().sum(1) / n_B
+            for value_NK in values
+        )
+        changes.append(after_B - before_B)
+    mean_B = torch.stack(changes).nanmean(0)
+    low, high = mean_B.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def _gaps(value: Tensor, outcome: Tensor, place: Tensor, prompts: int, bins: int) -> Tensor:
+    """Sum of value - outcome per prompt and bin, [prompts, bins]."""
+    cell = place * bins + (value * bins).long().clamp_(max=bins - 1)
+    return torch.bincount(cell, weights=(value - outcome).double(), minlength=prompts * bins).view(prompts, bins)

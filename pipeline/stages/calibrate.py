@@ -116,8 +116,17 @@ def _tell(context: StageContext, name: str, found: dict[str, Any]) -> dict[str, 
     for warning in found["warnings"]:
         say(f"calibrate {name}: worse on {warning}", warning=True)
     shown = ["no data" if value is None else f"{value:.4f}" for value in (before, after)]
-    say(f"calibrate {name}: mean ECE on report prompts {shown[0]} -> {shown[1]}; "
+    say(f"calibrate {name}: mean ECE on report prompts {shown[0]} -> {shown[1]}{_certainty(found)}; "
         f"temperatures {', '.join(f'{value:.2f}' for value in found['temperatures'])}")  # fmt: skip
     known = {f"ece_before_{name}": before, f"ece_after_{name}": after}
     context.tracker.metrics({key: value for key, value in known.items() if value is not None})
-    return {"before": before, "after": after}
+    return {"before": before, "after": after, "change_interval": found["ece_change_interval"]}
+
+
+def _certainty(found: dict[str, Any]) -> str:
+    """The interval of the change, and whether so few prompts could tell it from none."""
+    if found["ece_change_interval"] is None:
+        return ""
+    low, high = found["ece_change_interval"]
+    doubt = ", which may be no change at all" if low <= 0 <= high else ""
+    return f" ({low:+.4f} ... {high:+.4f}, 95 % over {found['report_prompts']} prompts{doubt})"

@@ -21,6 +21,8 @@ TOTALS = (
     "divergence",
     "confidence",
     "confidence_floor",
+    "confidence_gap",
+    "confidence_spread",
     "blocks",
     "tau",
     "tail",
@@ -111,8 +113,10 @@ def report(sums: Sums, terms: Terms) -> dict[str, float]:
     """Reported numbers from reduced sums. Numbers without data are left out, never 0.
 
     `confidence_excess` is the confidence loss above the entropy of its soft labels: what the head can still learn. The
-    loss itself rises while a drafter improves, because labels near 0 become labels in between. `in_vocabulary` is the
-    share of labels a draft vocabulary holds, `covered_mass` the target's mass in it, which bounds acceptance (S30).
+    loss itself rises while a drafter improves, because labels near 0 become labels in between. `confidence_gap` is the
+    mean confidence above the mean c*, `confidence_spread` its slope in the head's bias (mean of c(1 - c)).
+    `in_vocabulary` is the share of labels a draft vocabulary holds, `covered_mass` the target's mass in it, which
+    bounds acceptance (S30).
     """
     totals = dict(zip(TOTALS, sums.totals_N.tolist(), strict=True))
     ce = _ratio(totals["ce"], totals["ce_weight"])
@@ -127,6 +131,8 @@ def report(sums: Sums, terms: Terms) -> dict[str, float]:
         terms.kind: None if divergence is None else divergence * (0.5 if terms.kind == "tv" else 1.0),
         "confidence_loss": confidence if terms.confidence else None,
         "confidence_excess": confidence - floor if terms.confidence and confidence is not None else None,
+        "confidence_gap": _ratio(totals["confidence_gap"], totals["weight"]) if confidence is not None else None,
+        "confidence_spread": _ratio(totals["confidence_spread"], totals["weight"]) if confidence is not None else None,
         "expected_tau": _ratio(totals["tau"], totals["blocks"]),
         "tail_mass": _ratio(totals["tail"], totals["distributions"]),
     }

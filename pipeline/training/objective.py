@@ -83,11 +83,17 @@ class Objective(nn.Module):
             logits_S = output.confidence_AK.flatten()[batch.slots_S].to(wide)
             confidence_S = F.binary_cross_entropy_with_logits(logits_S, slots.acceptance_S, reduction="none")
             loss = loss + (terms.confidence * scale) * (weights_S * confidence_S).sum()
-            error_S = (torch.sigmoid(logits_S.detach()) - slots.acceptance_S).abs()
+            sure_S = torch.sigmoid(logits_S.detach())
         with torch.no_grad():
             sums = measure(batch, slots, weights_S)
             if confidence_S is not None:
-                sums.totals_N[TOTALS.index("confidence")] = (weights_S * confidence_S.detach()).sum()
+                for name, value_S in (
+                    ("confidence", confidence_S.detach()),
+                    ("confidence_gap", sure_S - slots.acceptance_S),
+                    ("confidence_spread", sure_S * (1 - sure_S)),
+                ):
+                    sums.totals_N[TOTALS.index(name)] = (weights_S * value_S).sum()
+                error_S = (sure_S - slots.acceptance_S).abs()
                 column = sums.slots_KM[:, SLOT_COLUMNS.index("confidence_error")]
                 column.index_add_(0, batch.slots_S % len(column), error_S.double())
         return loss, sums

@@ -27,6 +27,7 @@ from pipeline.training.loop import Run
 from pipeline.training.objective import Objective
 from pipeline.training.optimizer import LearningRate, adamw
 from pipeline.training.plots import draw
+from pipeline.training.recentre import bias_step, recentred
 from pipeline.training.recorder import Recorder, publish
 from pipeline.training.resume import Point, check_frozen, find
 from pipeline.training.rows import CachedRows, Split
@@ -171,6 +172,9 @@ class Session:
         context, artifact = self.context, self.context.artifact
         snapshot = recorder.last or self._saved()
         assert snapshot is not None and snapshot.step == self.total
+        moved = bias_step(artifact.path / METRICS, self.total) if self.config.train.recentre_confidence else 0.0
+        if moved:
+            say(f"train: confidence moved by {moved:+.3f} (logit): too high on training rows, fitted on held-out ones")
         tables = {name: value for name, value in self.drafter.named_buffers() if name in ("d2t", "t2d")}
         tokens = context.chain["tokens"].manifest()
         meta = {
@@ -181,7 +185,9 @@ class Session:
             "steps": self.total,
             "coverage": self.coverage,
         }
-        write = partial(_write_draft, drafter=self.drafter, meta=meta, tensors={**snapshot.weights, **tables})
+        write = partial(
+            _write_draft, drafter=self.drafter, meta=meta, tensors={**recentred(snapshot.weights, moved), **tables}
+        )
         publish(artifact.path / "draft", write)
         plots = draw(artifact.path, artifact.path / "plots")
         for path in plots:
@@ -191,7 +197,7 @@ class Session:
         artifact.finish(
             files=files, draft=self.drafter.config.to_dict(), steps=self.total, rows=self.split.count,
             validation_rows=len(self.split.validation), template=tokens["template"], coverage=self.coverage,
-            best=recorder.best,
+            best=recorder.best, confidence_moved=moved,
         )  # fmt: skip
 
 

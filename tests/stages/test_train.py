@@ -22,6 +22,7 @@ from pipeline.errors import ArtifactError, ConfigError, DataError, Stopped
 from pipeline.runner import run_stage
 from pipeline.training import checkpoint
 from pipeline.training.journal import read
+from pipeline.training.recentre import BIAS, bias_step
 from tests.stages.token_rows import prepare
 
 RECIPE = (
@@ -63,6 +64,36 @@ def test_a_finished_run_is_whole_and_never_trained_again(base: tuple[Path, Artif
     before = (artifact.path / "draft" / "draft.safetensors").stat().st_mtime_ns
     assert trained(prepare(work_dir, *RECIPE, "train.save_every=1")).path == artifact.path
     assert (artifact.path / "draft" / "draft.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_published_confidence_is_centred_on_the_held_out_rows_and_nothing_else_moves(
+    base: tuple[Path, Artifact],
+) -> None:
+    """Training rows flatter a drafter: its head's bias moves by one Newton step on rows it has not seen (S19)."""
+    work_dir, artifact = base
+    plain = trained(prepare(work_dir, *RECIPE, "train.recentre_confidence=false"))
+    (last,) = [
+        line for line in read(plain.path / "metrics.jsonl") if (line["step"], line["split"]) == (6, "validation")
+    ]
+    step = -last["confidence_gap"] / last["confidence_spread"]
+    assert abs(step) < 1
+    before, after = weights(plain), weights(artifact)
+    assert abs(step) > 1e-3 and artifact.manifest()["confidence_moved"] == pytest.approx(step)
+    moved = after.pop(BIAS) - before.pop(BIAS)
+    assert float(moved) == pytest.approx(step, rel=1e-4)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_without_held_out_rows_or_a_confidence_head_no_bias_moves(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 3, "split": "validation", "confidence_gap": 0.1, "confidence_spread": 0.2},
+        {"step": 6, "split": "train", "confidence_gap": 0.1, "confidence_spread": 0.2},
+        {"step": 8, "split": "validation", "loss": 1.0},
+        {"step": 9, "split": "validation", "confidence_gap": -0.9, "confidence_spread": 1e-6},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert [bias_step(file, step) for step in (3, 6, 8, 9)] == [-0.5, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.case("DST-05")

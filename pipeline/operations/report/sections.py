@@ -118,6 +118,10 @@ def calibration(story: Story) -> Parts:
         ):
             mean = manifest["ece"][name].get(what.removeprefix("ECE ")) if what.startswith("ECE") else None
             rows.append([name, what, number(mean, 4), *(number(value, 4) for value in values)])
+        if found["ece_change_interval"] is not None:
+            low, high = found["ece_change_interval"]
+            over = f"95 % over {found['report_prompts']} prompts drawn again"
+            warnings.append(Note(f"{name}: calibration changes mean ECE by {low:+.4f} ... {high:+.4f} ({over})."))
         warnings += [Note(f"{name}: worse on {text}", "warning") for text in found["warnings"]]
     slots = [str(slot) for slot in range(1, len(rows[0]) - 2)]
     yield Table(["served at", "", "mean", *slots], rows, "Calibration of survival by slot, on report prompts")

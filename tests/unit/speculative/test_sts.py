@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from pipeline.speculative.sts import Records, auc, ece, fit, grid, judge, scaled, survival
+from pipeline.speculative.sts import Records, auc, ece, ece_change, fit, grid, judge, scaled, survival
 
 TRUE_T = torch.tensor([2.0, 0.5, 1.5, 3.0, 1.0, 0.8, 2.5])
 
@@ -112,3 +112,28 @@ def test_survival_is_the_running_product():
     records = synthetic(10)
     raw = torch.sigmoid(records.logits_NK)
     assert torch.allclose(survival(records)[:, 2], raw[:, 0] * raw[:, 1] * raw[:, 2])
+
+
+def test_s25_the_interval_of_the_change_is_that_of_prompts_drawn_again():
+    records, bins = synthetic(300), 15
+    stopped = records.accepted_N == 7  # some slots say nothing
+    records = Records(records.logits_NK, records.accepted_N, stopped)
+    prompt_N = torch.arange(300) % 13 * 10  # names, not places
+    fitted = fit(synthetic(5_000, seed=1), bins=bins)
+    found = ece_change(records, prompt_N, fitted, bins=bins, resamples=40, seed=5)
+    draws = torch.randint(13, (40, 13), generator=torch.Generator().manual_seed(5))
+    changes = []
+    for draw in draws.tolist():
+        again = records.take(torch.cat([(prompt_N == prompt * 10).nonzero()[:, 0] for prompt in draw]))
+        judged = judge(again, fitted, bins=bins)
+        pairs = zip(judged["ece_before"], judged["ece_after"], strict=True)
+        changes.append(sum(after - before for before, after in pairs) / 7)
+    expected = torch.tensor(changes).double().quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    assert found == pytest.approx(expected, abs=1e-6) and found[0] < found[1]
+
+
+def test_s25_few_prompts_cannot_tell_a_change():
+    fitted = fit(synthetic(5_000, torch.full((7,), 1.05), seed=2), bins=15)
+    low, high = ece_change(synthetic(200, torch.ones(7), seed=3), torch.arange(200) % 5, fitted, bins=15)
+    assert low < 0 < high
+    assert ece_change(synthetic(0), torch.arange(0), fitted, bins=15) is None

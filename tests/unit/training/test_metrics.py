@@ -30,6 +30,10 @@ def test_every_number_is_its_definition() -> None:
         "acceptance": chance_AK[valid_AK].mean(),
         "tv": _weighted(1 - chance_AK, valid_AK, made.reader.recipe.weights_K),
         "confidence_error": (out.confidence_AK.sigmoid() - chance_AK).abs()[valid_AK].mean(),
+        "confidence_gap": _weighted(out.confidence_AK.sigmoid() - chance_AK, valid_AK, made.reader.recipe.weights_K),
+        "confidence_spread": _weighted(
+            out.confidence_AK.sigmoid() * (-out.confidence_AK).sigmoid(), valid_AK, made.reader.recipe.weights_K
+        ),
         "expected_tau": (1 + chance_AK.cumprod(1).sum(1))[whole_A].mean(),
         "greedy": (words.ids_C[p_d.argmax(-1)] == p_t.argmax(-1))[valid_AK].double().mean(),
         "in_vocabulary": (labels_AK >= 0)[valid_AK].double().mean(),
