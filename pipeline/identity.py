@@ -33,6 +33,10 @@ DATA_FORMATS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.
 _DEMO_PACKAGES = {"gsm_symbolic": "reasoning-gym", "codeio": "reasoning-gym", "chatterbot": "chatterbot-corpus"}
 
 
+# An answer may take as long as the hub needs to write a commit down.
+HUB_CONNECT_SECONDS, HUB_ANSWER_SECONDS = 10.0, 120.0
+
+
 class Hashes:
     """SHA-256 of files, cached in `<work_dir>/cache/hashes.json`."""
 
@@ -89,7 +93,7 @@ def hub_revision(target: Target) -> str:
     from huggingface_hub import HfApi, constants, snapshot_download
 
     model = str(target.model)
-
+    limit_hub_waits()
     try:
         if not constants.HF_HUB_OFFLINE:
             return str(HfApi().model_info(model, revision=target.revision).sha)
@@ -168,6 +172,21 @@ def prompt_sets_identity(
     return {"prompt_files": files, "benchmarks": benchmarks}
 
 
+def limit_hub_waits() -> None:
+    """From here on the hub client's requests end with a time-out; by itself it waits for an answer for ever."""
+    from huggingface_hub.utils import get_session
+
+    session = get_session()
+    if _limited not in session.event_hooks["request"]:  # its `timeout` would not do: most requests say "none"
+        session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _limited]}
+
+
+def _limited(request: Any) -> None:
+    own = {name: seconds for name, seconds in request.extensions["timeout"].items() if seconds is not None}
+    limits = {"connect": HUB_CONNECT_SECONDS, "read": HUB_ANSWER_SECONDS, "write": HUB_ANSWER_SECONDS}
+    request.extensions["timeout"] = {**limits, **own}
+
+
 @cache
 def hub_commit(repository: str, revision: str | None) -> str:
     """The commit of a hub data set that a branch, tag or commit stands for.
@@ -178,6 +197,7 @@ def hub_commit(repository: str, revision: str | None) -> str:
     from huggingface_hub import resolve_revision
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
+    limit_hub_waits()
     try:
         return resolve_revision(repository, repo_type="dataset", revision=revision).resolved
     except RevisionNotFoundError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline import identity
 from pipeline.errors import ArtifactError, ConfigError, StorageError
 from pipeline.layouts import files
 
@@ -31,7 +32,7 @@ def push(
     Raises:
         ArtifactError: the folder is no export, or was changed since.
         ConfigError: `repository` is no name a hub would take.
-        StorageError: the server refused, or does not answer.
+        StorageError: the server refused, or does not answer within two minutes.
     """
     folder = Path(folder)
     if not (folder / files.HASHES).exists():
@@ -43,6 +44,7 @@ def push(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     api = HfApi(endpoint=endpoint, token=token)
+    identity.limit_hub_waits()
     try:
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None:
@@ -60,6 +62,10 @@ def push(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(f"{repository}: the server refused the upload ({reason})") from error
     except Exception as error:  # its http library's own, which no other part knows: not reached, or cut off
+        if type(error).__name__ in ("ReadTimeout", "WriteTimeout"):
+            waited = f"{identity.HUB_ANSWER_SECONDS:g} seconds"
+            told = f"{api.endpoint} took the connection and was silent for {waited}; the same command tries again"
+            raise StorageError(f"{repository}: not known to be uploaded: {told}") from error
         # Of a refusal behind it the number alone: large files go to signed addresses, which its text quotes.
         refusal = (
             f", HTTP {error.__cause__.response.status_code}" if isinstance(error.__cause__, HfHubHTTPError) else ""

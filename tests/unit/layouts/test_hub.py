@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import ArtifactError, StorageError
+from pipeline import identity
+from pipeline.config import Target
+from pipeline.errors import ArtifactError, ConfigError, StorageError
 from pipeline.layouts import files
 from pipeline.layouts.hub import push
 
@@ -171,3 +174,26 @@ def test_push_tells_a_refusal_without_the_token(hub: Hub, folder: Path) -> None:
     with pytest.raises(StorageError, match="refused") as caught:
         push(folder, "owner/name", endpoint=hub.address, token="secret-token")
     assert "secret-token" not in str(caught.value)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that takes connections and never says a word."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(identity, "HUB_ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hub_that_never_answers_is_given_up(silent: str, folder: Path) -> None:
+    with pytest.raises(StorageError, match=rf"owner/name: not known.*{silent} took the.*silent for 0\.2 seconds"):
+        push(folder, "owner/name", endpoint=silent, token="t")
+
+
+def test_a_hub_that_never_answers_holds_no_fingerprint_up(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command asks it first what a hub id stands for."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", silent)
+    with pytest.raises(ConfigError, match="the hub did not answer .ReadTimeout"):
+        identity.hub_revision(Target(model="owner/absent"))
+    with pytest.raises(ConfigError, match="neither the hub nor the local hub cache knows"):
+        identity.hub_commit("owner/absent", None)
