@@ -11,7 +11,7 @@ from typing import Any
 
 from launch import queue
 from pipeline.artifact import Artifact, read_json
-from pipeline.chain import resolve
+from pipeline.chain import STAGES, resolve
 from pipeline.config import Config
 from pipeline.differences import differences
 from pipeline.errors import ArtifactError
@@ -113,7 +113,10 @@ def _progress(artifact: Artifact, published: int) -> str:
             return f"step {json.loads(lines[-1]).get('step')}" + (f" of {steps}" if steps else "")
         except ValueError:
             return f"{len(lines)} lines of metrics"
-    return f"{published} shards published"
+    if artifact.stage == "export":
+        layouts = artifact.request["config"]["export"]["layouts"]
+        return f"{sum((artifact.path / name).is_dir() for name in layouts)} of {len(layouts)} layouts written"
+    return f"{published} shards published" if STAGES[artifact.stage].ranks == "shards" else "nothing published yet"
 
 
 def _nearest(artifact: Artifact) -> Iterator[str]:

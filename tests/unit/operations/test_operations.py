@@ -161,6 +161,24 @@ def test_status_does_not_call_a_killed_run_running(work_dir: Path) -> None:
     assert describe(artifact)["state"] == "partial"
 
 
+@pytest.mark.parametrize(
+    ("stage", "kept", "told"),
+    [
+        ("export", [], "0 of 2 layouts written"),
+        ("export", ["speculators"], "1 of 2 layouts written"),
+        ("profile", [], "nothing published yet"),
+        ("train", [], "nothing published yet"),
+        ("evaluate", [], "0 shards published"),
+    ],
+)
+def test_status_counts_what_a_killed_stage_publishes(work_dir: Path, stage: str, kept: list[str], told: str) -> None:
+    artifact = resolve(config(work_dir, "export.layouts=[deepspec,speculators]"))[stage]
+    artifact.create()
+    for name in [*kept, ".tmp/host.1.deepspec"]:
+        (artifact.path / name).mkdir(parents=True)
+    assert describe(artifact)["note"] == f"{told}; killed or never finished: the same command goes on"
+
+
 def test_lineage_leads_back_to_the_sources_and_forward_to_what_was_made(
     work_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
