@@ -3,6 +3,9 @@
 Every field is marked *result* (it changes what is computed, so it takes part in fingerprints) or *execution* (it only
 changes how: ranks, workers, batch shapes, paths). The description of each field is its documentation.
 
+A `max_skip_fraction` is of the second kind: it only decides whether a stage may finish. Raised, the same command goes
+on with what was computed; lowered, it is not asked of an artifact that has finished: that one stays in use.
+
     base.py       what sections are made of                   training.py    targets, draft, train
     corpus.py     target, template, data, answers, tokens     measuring.py   calibrate, profile, evaluate, export
     running.py    tracking, launch                            here           all together, and what must fit between

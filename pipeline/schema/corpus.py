@@ -97,7 +97,7 @@ class Data(Section):
     calibration_fraction: Fraction = result(0.02, "share of rows held out for calibration, by hash of the id")
     evaluation_fraction: Fraction = result(0.02, "share of rows held out for evaluation, by hash of the id")
     roles: dict[str, Literal["system", "user", "assistant", "tool"]] = result({}, "extra role names to accept")
-    max_skip_fraction: Fraction = result(0.05, "the stage fails when a larger share of rows is skipped")
+    max_skip_fraction: Fraction = execution(0.05, "the stage does not finish with a larger share of rows skipped")
     workers: Natural = execution(0, "processes; 0 works in this one")
 
     def problems(self) -> Iterator[str]:
@@ -115,7 +115,7 @@ class Answers(Section):
     top_k: Natural = result(0, "0 keeps all tokens")
     max_new_tokens: Count = result(2048, "answer length cap")
     cut_answers: Literal["keep", "drop"] = result("keep", "cut answers stay without a supervised end-of-turn, or go")
-    max_skip_fraction: Fraction = result(0.05, "the stage fails when a larger share of rows is skipped")
+    max_skip_fraction: Fraction = execution(0.05, "the stage does not finish with a larger share of rows skipped")
     batch_size: Count = result(64, "rows decoded together (in process); part of the numerics in bfloat16")
     endpoints: tuple[str, ...] = execution((), "base URLs of OpenAI-compatible servers")
     api_key_env: str = execution("OPENAI_API_KEY", "environment variable that holds the key")
@@ -133,7 +133,7 @@ class Tokens(Section):
     multi_turn: Literal["expand", "last"] = result("expand", "one row per assistant turn, or the final turn only")
     supervise_end_of_turn: bool = result(True, "train on the token that ends an answer (never for cut answers)")
     min_loss_tokens: Count = result(2, "rows with fewer supervised tokens are skipped")
-    max_skip_fraction: Fraction = result(0.05, "the stage fails when a larger share of rows is skipped")
+    max_skip_fraction: Fraction = execution(0.05, "the stage does not finish with a larger share of rows skipped")
     workers: Natural = execution(0, "processes; 0 works in this one")
 
     def problems(self) -> Iterator[str]:

@@ -31,7 +31,7 @@ class Targets(Section):
     topk: Count = result(64, "log-probabilities kept per position by the topk codec")
     positions: Literal["supervised", "all"] = result("supervised", "positions whose distribution is kept")
     dtype: Dtype = result("bfloat16", "compute dtype of the target forward")
-    max_skip_fraction: Fraction = result(0.01, "the stage fails when a larger share of rows is not finite")
+    max_skip_fraction: Fraction = execution(0.01, "the stage does not finish with a larger share of rows not finite")
     batch_tokens: Count = execution(8192, "tokens per forward, padding included")
     max_bytes: Count | None = execution(None, "rolling and streamed: the disk never holds more")
     url: str | None = execution(None, "streamed: the finished cache; http(s), hf, s3, gs, a folder, or pipe:COMMAND {}")

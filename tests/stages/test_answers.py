@@ -231,6 +231,23 @@ def test_a_server_that_was_down_for_some_rows_is_asked_for_those_again(tmp_path:
     assert not (artifact.path / "journal").exists()
 
 
+def test_a_raised_limit_asks_no_prompt_again(tmp_path: Path) -> None:
+    """The message advises to raise it; what was answered, and what was refused, stays so."""
+
+    def picky(body: dict[str, Any], count: int) -> tuple[int, str, str]:
+        return (400, "no", "") if body["messages"][-1]["content"] in ("Q2?", "Q5?") else echo(body, count)
+
+    with serve(picky) as stub:
+        made = prepare(tmp_path, [stub.url], data={"shard_rows": 4})
+        with pytest.raises(DataError, match=r"refused_400 2.*mend the data or raise the limit"):
+            run_stage(made, "answers")
+        raised = made.answers.model_copy(update={"max_skip_fraction": 0.2})
+        artifact = run_stage(made.model_copy(update={"answers": raised}), "answers")
+        assert len(stub.bodies) == 10
+    assert artifact.manifest()["skipped"] == {"refused_400": 2}
+    assert chain.resolve(made)["answers"].complete, "what has finished stays so under a lower limit"
+
+
 def test_a_busy_server_is_left_alone_as_long_as_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     sleep = asyncio.sleep

@@ -180,8 +180,8 @@ def test_execution_fields_find_the_same_artifact(work_dir: Path) -> None:
 def test_rows_that_are_not_finite_cost_themselves_only_up_to_a_share(
     work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = prepare(work_dir, "targets.max_skip_fraction=0.2")
-    row = list(read_tokens(chain_table.resolve(config)["tokens"].path / "train-00000.parquet"))[5]
+    strict = context_of(prepare(work_dir, "targets.max_skip_fraction=0.01"))
+    row = list(read_tokens(strict.inputs["tokens"].path / "train-00000.parquet"))[5]
     forward = Target.forward
 
     def poisoned(self: Target, ids_BT: torch.Tensor, **options: Any) -> Any:
@@ -193,16 +193,16 @@ def test_rows_that_are_not_finite_cost_themselves_only_up_to_a_share(
         return out
 
     monkeypatch.setattr(Target, "forward", poisoned)
-    context = context_of(config)
-    targets.run(context)
-    assert context.artifact.manifest()["skipped"] == {"not_finite": 1}
-    assert (context.artifact.row(NAMES[0]) or {})["left_out"] == [row.id]
-    assert len(ShardReader.open(context.artifact)) == 23
-    strict = context_of(prepare(work_dir, "targets.max_skip_fraction=0.01"))
     with pytest.raises(DataError, match="1 of 24 rows"):
         targets.run(strict)
     assert not strict.artifact.complete
     assert NAMES[2] in strict.artifact.missing(NAMES), "the build stops where the share is exceeded, not at its end"
+    context = context_of(prepare(work_dir, "targets.max_skip_fraction=0.2"))
+    assert context.artifact.missing(NAMES) == strict.artifact.missing(NAMES) != NAMES, "and goes on from there"
+    targets.run(context)
+    assert context.artifact.manifest()["skipped"] == {"not_finite": 1}
+    assert (context.artifact.row(NAMES[0]) or {})["left_out"] == [row.id]
+    assert len(ShardReader.open(context.artifact)) == 23
 
 
 # ------------------------------------------------------------------------------------------------ disk
