@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from pipeline import stopping
 from pipeline.artifact import Artifact
@@ -75,10 +74,6 @@ class ServerAnswers:
         self.tokens, self.lost, self.started = 0, 0, time.monotonic()
         if self.model is None:
             raise ConfigError("answers.model: name the model as the server knows it")
-        if strange := [url for url in self.settings.endpoints if not _is_address(url)]:
-            raise ConfigError(
-                [f"answers.endpoints: {url!r} is no address such as http://host:8000/v1" for url in strange]
-            )
         if config.template.chat_template is not None:
             say(
                 "template.chat_template is not sent with requests: the server must have been started with the same "
@@ -250,11 +245,3 @@ class ServerAnswers:
 def _retry_after(header: str | None) -> float:
     """Seconds that a busy server asks to be left alone, within bounds; 0 where it names none."""
     return min(float(header), _LONGEST_DELAY_SECONDS) if header is not None and header.strip().isdecimal() else 0.0
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -40,6 +41,18 @@ def _apart(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _address(value: str) -> str:
+    """Whether anybody listens there is found out later; what nobody could ask is refused now."""
+    try:
+        parts = urlsplit(value)
+        there = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        there = False
+    if not there or value.split() != [value]:
+        raise ValueError("a base URL such as http://host:8000/v1 is expected")
+    return value
+
+
 LARGEST = 2**53 - 1  # JSON holds it exactly, and 64 bits a thousand times
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[Whole, Field(ge=1)]
@@ -51,6 +64,7 @@ Positive = Annotated[float, BeforeValidator(_number), Field(gt=0.0, allow_inf_na
 NonNegative = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=False)]
 Temperature = Annotated[NonNegative, AfterValidator(_not_tiny)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(min_length=1), AfterValidator(_apart)]
+Address = Annotated[str, AfterValidator(_address)]
 Names = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_apart)]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pipeline.schema.base import (
+    Address,
     Count,
     Dtype,
     Fraction,
@@ -117,7 +118,7 @@ class Answers(Section):
     cut_answers: Literal["keep", "drop"] = result("keep", "cut answers stay without a supervised end-of-turn, or go")
     max_skip_fraction: Fraction = execution(0.05, "the stage does not finish with a larger share of rows skipped")
     batch_size: Count = result(64, "rows decoded together (in process); part of the numerics in bfloat16")
-    endpoints: tuple[str, ...] = execution((), "base URLs of OpenAI-compatible servers")
+    endpoints: tuple[Address, ...] = execution((), "base URLs of OpenAI-compatible servers")
     api_key_env: str = execution("OPENAI_API_KEY", "environment variable that holds the key")
     concurrency: Count = execution(64, "requests in flight per endpoint")
     timeout_seconds: Positive = execution(600.0, "per request")

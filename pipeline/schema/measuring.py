@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pipeline.schema.base import (
+    Address,
     Count,
     Dtype,
     Fraction,
@@ -50,13 +51,11 @@ class Profile(Section):
     repeats: Count = result(5, "timed repetitions; the median is kept")
     dtype: Dtype = result("float32", "compute dtype")
     synthetic: Literal["constant", "sqrt", "staircase"] | None = result(None, "a named curve instead of a measurement")
-    endpoint: str | None = execution(None, "profile a running OpenAI-compatible server by load")
+    endpoint: Address | None = execution(None, "profile a running OpenAI-compatible server by load")
 
     def problems(self) -> Iterator[str]:
         if self.synthetic is not None and self.endpoint is not None:
             yield "synthetic and endpoint exclude each other: the table is made up, or a server's"
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            yield f"endpoint: a base URL such as http://host:8000/v1 is expected, found {self.endpoint!r}"
 
 
 class Evaluate(Section):

@@ -286,12 +286,6 @@ def test_reasoning_that_was_cut_before_the_answer_is_a_cut_answer(tmp_path: Path
     assert found["Q1?"] == {"role": "assistant", "content": "", "reasoning_content": "It is th"}
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://", "http://[::1/v1", "http://host:x/v1"])
-def test_what_is_no_address_is_refused_before_the_first_request(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match="answers.endpoints: .* is no address"):
-        run_stage(prepare(tmp_path, [url, "http://localhost:9/v1"]), "answers")
-
-
 def test_silent_servers_and_wrong_addresses_stop_the_stage(tmp_path: Path) -> None:
     rows = [chat(f"Q{n}?", "old") for n in range(30)]
     with serve(lambda body, count: (500, "down", "")) as stub:

@@ -203,7 +203,7 @@ def test_what_does_not_fit_between_sections_comes_together_with_the_rest() -> No
         (["evaluate.prompt_sets=[]"], "evaluate.prompt_sets: "),
         (["evaluate.prompt_sets=[heldout,heldout]"], "evaluate.prompt_sets: heldout stands there more than once"),
         (["profile.synthetic=sqrt", "profile.endpoint=http://x/v1"], "profile: synthetic and endpoint exclude"),
-        (["profile.endpoint=host:8000"], "profile: endpoint: a base URL such as http://host:8000/v1"),
+        (["profile.endpoint=host:8000"], "profile.endpoint: a base URL such as http://host:8000/v1"),
         (["targets.layers=[true]"], "targets.layers.0: a whole number is expected"),
         (["evaluate.policy=static_length"], "evaluate: policy static_length needs policy_length"),
         (["evaluate.policy=static_threshold"], "evaluate: policy static_threshold needs policy_threshold"),
@@ -236,6 +236,16 @@ def test_what_does_not_fit_between_sections_comes_together_with_the_rest() -> No
 )
 def test_what_a_stage_would_refuse_hours_later_is_refused_while_reading(overrides: list[str], told: str) -> None:
     assert any(problem.startswith(told) for problem in problems(*overrides))
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/v1", "http://", "'http://[::1/v1'", "http://host:x/v1", "http://host :1/v1"]
+)
+def test_what_is_no_address_is_refused_while_reading(url: str) -> None:
+    endpoints = ["answers.backend=openai", "answers.model=m", f"answers.endpoints=[http://localhost:9/v1, {url}]"]
+    (problem,) = problems(*endpoints)
+    assert problem.startswith("answers.endpoints.1: a base URL such as http://host:8000/v1 is expected, found ")
+    assert problems(f"profile.endpoint={url}")[0].startswith("profile.endpoint: a base URL such as ")
 
 
 def test_numbers_and_times_are_read_as_people_write_them(tmp_path: Path) -> None:
