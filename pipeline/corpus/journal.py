@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline.files import storage_error
+
 
 class Journal:
     """Append-only, one writer. Everything known is in memory: one shard's answers."""
@@ -46,10 +48,14 @@ class Journal:
         return self.known.get((row_id, turn))
 
     def add(self, row_id: str, turn: int, message: dict[str, Any], reason: str) -> None:
+        """Raises StorageError when there is no room: an open file's own error would not name it."""
         assert self._file is not None
         line = json.dumps({"id": row_id, "turn": turn, "message": message, "finish_reason": reason})
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise storage_error(self.path, error) or error from None
         self.known[row_id, turn] = (message, reason)
 
     def _read(self, file: IO[bytes]) -> int:

@@ -20,7 +20,7 @@ from pipeline import chain, stopping
 from pipeline.config import Config, dump
 from pipeline.corpus import server
 from pipeline.corpus.journal import Journal
-from pipeline.errors import ConfigError, DataError, Stopped
+from pipeline.errors import ConfigError, DataError, Stopped, StorageError
 from tests.unit.corpus.stage import chat, listing_of, make_config, rows_of, run_stage, write_jsonl
 from tests.unit.corpus.stub_server import Stub, echo, serve
 
@@ -335,6 +335,26 @@ def test_what_follows_a_mended_line_is_read_again(tmp_path: Path) -> None:
         assert [journal.get(name, 0) for name in "abc"] == [
             ({"content": "A."}, "stop"), None, ({"content": "\ud800"}, "length")
         ]  # fmt: skip
+
+
+def test_a_full_disk_under_the_journal_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was answered before is asked for no more, once there is room."""
+    add = Journal.add
+
+    def filling(self: Journal, *answer: Any) -> None:
+        if len(self.known) == 4:
+            self._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+        add(self, *answer)
+
+    with serve() as stub:
+        made = prepare(tmp_path, [stub.url], answers={"concurrency": 1})
+        journal = chain.resolve(made)["answers"].path / "journal" / "train-00000.jsonl"
+        with monkeypatch.context() as patch, pytest.raises(StorageError) as caught:
+            patch.setattr(Journal, "add", filling)
+            run_stage(made, "answers")
+        assert f"{journal}: cannot be written (No space left on device)" in str(caught.value)
+        assert len(rows_of(run_stage(made, "answers"))) == 10
+        assert len(stub.answered) == 11, "only what the full disk did not take is asked again"
 
 
 def flaky(body: dict[str, Any], count: int) -> tuple[int, str, str]:
