@@ -25,9 +25,9 @@ from pipeline.progress import say
 
 EXIT_CODES = """\
 exit codes: 0 done, or stopped cleanly (stopped.json says why); 1 an unexpected failure; 2 the configuration or the
-command line is wrong; 3 the data is wrong; 4 an artifact is damaged, unfinished or in use; 5 the disk is full;
-130 ended by Ctrl-C. torchrun and accelerate pass none of these on, and exit with 1 when they are signalled themselves:
-read stopped.json and failed.json in the artifact's folder"""
+command line is wrong; 3 the data is wrong; 4 an artifact is damaged, unfinished or in use; 5 the disk is full, or the
+hub took no upload; 130 ended by Ctrl-C. torchrun and accelerate pass none of these on, and exit with 1 when they are
+signalled themselves: read stopped.json and failed.json in the artifact's folder"""
 DEBUG_OVERRIDES = (
     "data.shard_rows=32",
     "data.workers=0",

@@ -3,7 +3,7 @@
     2  ConfigError     the request is wrong: nothing was started
     3  DataError       the input is wrong beyond what may be skipped
     4  ArtifactError   something on disk is damaged or not what it claims to be
-    5  StorageError    the disk is full or refuses to write
+    5  StorageError    the disk is full or refuses to write, or the hub takes no upload
     0  Stopped         a signal or a time limit asked us to stop; `stopped.json` says why
 
 Messages name what was found, what was expected, where, and what to do.

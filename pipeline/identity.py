@@ -174,7 +174,7 @@ def prompt_sets_identity(
 
 def limit_hub_waits() -> None:
     """From here on the hub client's requests end with a time-out; by itself it waits for an answer for ever."""
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     session = get_session()
     if _limited not in session.event_hooks["request"]:  # its `timeout` would not do: most requests say "none"
