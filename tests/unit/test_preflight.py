@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pipeline import preflight
-from pipeline.config import Config, load, validate
+from pipeline.config import Config, Draft, load, validate
 from pipeline.decoding import cache
 from pipeline.draft.config import DraftConfig
+from pipeline.draft.derive import derive_config
 from pipeline.draft.description import FORMAT, LAYER_CONVENTION
 from pipeline.errors import ConfigError
 from pipeline.layouts.config_json import write_config
@@ -19,6 +20,7 @@ from pipeline.preflight import machine, stages
 from pipeline.preflight.facts import TargetFacts
 from pipeline.preflight.stages import ATTENTION_KINDS
 from tests.unit.layouts.published import PLAIN, TARGET, origin
+from tests.unit.test_target import CONFIGS
 
 
 def target(folder: Path, *, layers: int = 36, rows: int = 32, tokens: int = 30, **model: Any) -> Path:
@@ -382,6 +384,17 @@ def test_a_start_whose_weights_would_mean_something_else_is_refused_before_the_t
     path = checkpoint(tmp_path / "other", "own", **changes)
     assert why in named(tmp_path, "init_from", path)
     assert named(tmp_path, "published", path) == ""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_drafter_of_the_same_configuration_is_a_start_whatever_the_target(tmp_path: Path, name: str) -> None:
+    """Training derives it from the model's own configuration class, which knows more than config.json says."""
+    CONFIGS[name].save_pretrained(tmp_path / "t")
+    described = derive_config(CONFIGS[name].to_dict(), Draft(layers=2, mask_token_id=319), target_layer_ids=(0, 2))
+    path = checkpoint(tmp_path / "start", "own", **described.to_dict())
+    sections = {"draft": {"layers": 2, "mask_token_id": 319}, "targets": {"layers": [0, 2]}}
+    for setting in ("init_from", "published"):
+        assert told(tmp_path / "t", ["train"], train={setting: path}, **sections) == ""
 
 
 @pytest.mark.parametrize("name", ["draft.json", "config.json"])
