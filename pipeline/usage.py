@@ -156,7 +156,12 @@ def _accelerator() -> dict[str, float]:
 
 
 def give_back_memory() -> None:
-    """Return what was freed to the system: glibc keeps blocks below 32 MB, gigabytes after decoding."""
+    """Collect garbage, and return what was freed to the system."""
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """Return what was freed to the system: glibc keeps blocks below 32 MB, gigabytes after decoding."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

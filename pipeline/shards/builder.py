@@ -28,6 +28,7 @@ from pipeline.shards.codecs import encode_taps
 from pipeline.shards.layout import Spec, kept_positions
 from pipeline.shards.teacher import Head, encode_logits
 from pipeline.shards.writer import ShardWriter
+from pipeline.usage import trim
 
 _AHEAD = 2  # encoded batches that may wait for the writer
 
@@ -127,6 +128,8 @@ class Builder:
                 batch = self.encode(rows, numbers)
                 if job is not None:
                     _put(waiting, batch, job)
+                if self._target.device.type == "cpu":
+                    trim()  # batches of unlike shapes leave gaps in the heap, which add up
                 advance(sum(batch.tokens))
         except BaseException:
             if job is not None:
