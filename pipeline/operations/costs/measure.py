@@ -64,7 +64,9 @@ def measure(setting: Setting) -> Rates:
     if not any(Path(target_folder(config)).glob("*.safetensors")):
         raise ConfigError(f"plan --calibrate: {target_folder(config)} holds no weights here; fetch the target first")
     say("measuring this machine: target forwards, decoding rounds, train steps")
-    rates = _measured(setting, Rates(torch.get_num_threads(), base_bytes=base, start_cpu_seconds=start_cpu))
+    rates = _measured(
+        setting, Rates(torch.get_num_threads(), start_bytes=base, base_bytes=base, start_cpu_seconds=start_cpu)
+    )
     usage.give_back_memory()
     kept = max(usage.anonymous_bytes(), base)  # what a process in the middle of the chain keeps
     return replace(rates, base_bytes=kept, seconds=round(time.monotonic() - began, 1))

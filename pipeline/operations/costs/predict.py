@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.chain import active
 from pipeline.operations.costs import memory, work
@@ -26,8 +26,16 @@ class Predicted:
 
 
 def predict(setting: Setting, rates: Rates) -> list[Predicted]:
-    """Per active stage. Starting a process (`rates.start_cpu_seconds`) is paid once per process and not in here."""
-    return [_STAGES[stage](setting, rates, stage) for stage in active(setting.config)]
+    """Per active stage. Starting a process (`rates.start_cpu_seconds`) is paid once per process and not in here.
+
+    The first stage that runs a model finds the process as it starts, later ones what work before them left behind.
+    """
+    found: list[Predicted] = []
+    for stage in active(setting.config):
+        first = all(earlier.peak_memory_bytes is None for earlier in found)
+        now = replace(rates, base_bytes=rates.start_bytes) if first else rates
+        found.append(_STAGES[stage](setting, now, stage))
+    return found
 
 
 def _text(setting: Setting, rates: Rates, stage: str) -> Predicted:

@@ -39,12 +39,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured with so many threads. `base_bytes` is what a process keeps after work of all kinds, everything
-    freed; `matmul` FLOPs per CPU-second by dtype, in products of the target's MLP; `read_again` CPU-seconds of an
-    answer that evaluate reads once more (S23), by dtype.
+    """What was measured with so many threads.
+
+    `start_bytes` is what a process holds before any work, `base_bytes` what it keeps after work of all kinds, everything
+    freed; `matmul` FLOPs per CPU-second by dtype, in products of the target's MLP; `read_again` CPU-seconds of an answer
+    that evaluate reads once more (S23), by dtype.
     """
 
     threads: int
+    start_bytes: int
     base_bytes: int
     start_cpu_seconds: float
     seconds: float = 0.0
