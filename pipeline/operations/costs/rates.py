@@ -41,8 +41,8 @@ class Round:
 class Rates:
     """What was measured with so many threads.
 
-    `start_bytes` is what a process holds before any work, `base_bytes` what it keeps after work of all kinds, everything
-    freed; `matmul` FLOPs per CPU-second by dtype, in products of the target's MLP; `read_again` CPU-seconds of an answer
+    `start_bytes` is what a process holds before any work, `base_bytes` what it keeps after work of all kinds, all
+    freed; `matmul` FLOPs per CPU-second by dtype, in products of the target's MLP; `read_again` CPU-seconds of answers
     that evaluate reads once more (S23), by dtype.
     """
 
