@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pipeline.kernels.argmax import argmax_rows
 from pipeline.kernels.products import Workspace, wide_product
 
 # On a CPU, work between two matrix products goes tile by tile: what was just written is still in the cache when read.
@@ -181,7 +182,7 @@ class HiddenTeacher:
         work, best = Workspace(self.hidden_PD.device), [torch.zeros(0, dtype=torch.long, device=self.hidden_PD.device)]
         for part in parts:
             out = work.get("target", part.shape[0], head.weight_VD.shape[0], torch.float32)
-            best.append(head_logits(part.to(head.weight_VD.dtype), head, out, work).argmax(1))
+            best.append(argmax_rows(head_logits(part.to(head.weight_VD.dtype), head, out, work)))
         return torch.cat(best)
 
 
@@ -213,7 +214,7 @@ def _dense(logits_PV: Tensor, words: DraftVocabulary | None, work: Workspace) ->
     probs_PV, best_P = logits_PV, torch.empty(len(logits_PV), dtype=torch.long, device=logits_PV.device)
     rows = row_tile(logits_PV)
     for part_tV, best_t in zip(logits_PV.split(rows), best_P.split(rows), strict=True):
-        torch.argmax(part_tV, 1, out=best_t)
+        best_t.copy_(argmax_rows(part_tV))
         law_tV = work.get("law tile", len(part_tV), part_tV.shape[1], part_tV.dtype)
         part_tV.copy_(torch.softmax(part_tV, 1, out=law_tV))
     if words is None:
