@@ -79,9 +79,14 @@ def ece(value_N: Tensor, outcome_N: Tensor, bins: int) -> float | None:
         return None
     total = torch.zeros(bins, dtype=torch.float64)
     for value, outcome in zip(value_N.split(_CHUNK), outcome_N.split(_CHUNK), strict=True):
-        place = (value * bins).to(torch.int32).clamp_(max=bins - 1)
+        place = _bin(value, bins)
         total += torch.bincount(place, weights=value - outcome, minlength=bins).double().cpu()
     return float(total.abs().sum()) / len(value_N)
+
+
+def _bin(value: Tensor, bins: int) -> Tensor:
+    """Which of the equal-width bins of [0, 1] a value lies in."""
+    return (value * bins).to(torch.int32).clamp_(max=bins - 1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def _ece_at(logits: Tensor, base: Tensor, outcome: Tensor, temperature: float, b
     total = torch.zeros(bins, dtype=torch.float64)
     for z, a, y in zip(logits.split(_CHUNK), base.split(_CHUNK), outcome.split(_CHUNK), strict=True):
         value = scaled(z, temperature, form).mul_(a)
-        place = (value * bins).to(torch.int32).clamp_(max=bins - 1)
+        place = _bin(value, bins)
         total += torch.bincount(place, weights=value.sub_(y), minlength=bins).double()
     return float(total.abs().sum()) / len(logits)
 
@@ -154,7 +159,7 @@ def auc(value_N: Tensor, outcome_N: Tensor) -> float | None:
 
 def reliability(value_N: Tensor, outcome_N: Tensor, bins: int) -> list[dict[str, Any]]:
     """Bins of a reliability diagram: n, mean value and mean outcome (None where empty)."""
-    place = (value_N * bins).long().clamp(max=bins - 1)
+    place = _bin(value_N, bins)
     n = torch.bincount(place, minlength=bins)
     value = torch.bincount(place, weights=value_N.double(), minlength=bins)
     outcome = torch.bincount(place, weights=outcome_N.double(), minlength=bins)
@@ -225,5 +230,5 @@ def ece_change(
 
 def _gaps(value: Tensor, outcome: Tensor, place: Tensor, prompts: int, bins: int) -> Tensor:
     """Sum of value - outcome per prompt and bin, [prompts, bins]."""
-    cell = place * bins + (value * bins).long().clamp_(max=bins - 1)
+    cell = place * bins + _bin(value, bins)
     return torch.bincount(cell, weights=(value - outcome).double(), minlength=prompts * bins).view(prompts, bins)

@@ -174,7 +174,7 @@ class Session:
         assert snapshot is not None and snapshot.step == self.total
         moved = bias_step(artifact.path / METRICS, self.total) if self.config.train.recentre_confidence else 0.0
         if moved:
-            say(f"train: confidence moved by {moved:+.3f} (logit): too high on training rows, fitted on held-out ones")
+            say(f"train: confidence moved by {moved:+.3f} (logit), to the mean that held-out rows show")
         tables = {name: value for name, value in self.drafter.named_buffers() if name in ("d2t", "t2d")}
         tokens = context.chain["tokens"].manifest()
         meta = {
